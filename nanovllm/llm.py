@@ -86,16 +86,19 @@ class LLM(ThreadSafeEngine):
         config = self.config
         runner = self.model_runner
         extensions: list[Extension] = [PromptScores()]
+        self.windows: Windows | None = None
+        if runner.executor.worker.num_window_blocks > 0:
+            self.windows = Windows(runner.executor.worker)
+            # Drafts measure steps, whose batches need window tables.
+            runner.extensions = self.windows
         if config.num_speculative_tokens:
             extensions.append(make_drafts(config, runner, self.max_model_len))
         if spec.has_states:
             extensions.append(RecurrentStates(StateSlots(config, runner.num_lanes)))
-        self.windows: Windows | None = None
-        if runner.executor.worker.num_window_blocks > 0:
-            self.windows = Windows(runner.executor.worker)
+        if self.windows is not None:
             extensions.append(self.windows)
         if self.timeline is not None:
-            self.recorder = Recorder(self.timeline, self.windows)
+            self.recorder = Recorder(self.timeline)
             extensions.append(self.recorder)
         return extensions
 

@@ -279,7 +279,7 @@ def check_windows(windows: Windows) -> None:
     pool = windows.pool
     held = []
     for seq in windows.scheduler.running:
-        window = windows.windows[seq]
+        window = windows.held[seq]
         table = windows.tables[seq.lane]
         own = table[window.start : window.end].tolist()
         held += own

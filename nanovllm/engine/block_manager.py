@@ -78,6 +78,16 @@ class BlockManager:
         data = prefix_bytes + array("i", token_ids).tobytes()
         return xxhash.xxh3_128_intdigest(data, seed=prefix % 2**64)
 
+    def count_states(self) -> dict[str, int]:
+        """Count the blocks in use, the free ones that are cached, and the others."""
+        num_free = len(self.free_block_ids)
+        num_reusable = len([i for i in self.free_block_ids if self.blocks[i].is_cached])
+        return {
+            "used": self.num_blocks - num_free,
+            "reusable": num_reusable,
+            "empty": num_free - num_reusable,
+        }
+
     def find_prefix(self, seq: Sequence) -> list[Block]:
         """Find the longest chain of cached blocks at the start of `seq`.
 

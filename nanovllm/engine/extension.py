@@ -74,7 +74,7 @@ class Extension:
         """The tokens of a chunk are chosen, and the blocks that they make full are cached.
 
         Sequences that are admitted later in this step can share these blocks. Not called for a
-        decode within a block, as limit_tokens.
+        decode within a block, like limit_tokens.
         """
         for each in self.features:
             each.scheduled(seq)

@@ -75,7 +75,7 @@ class LLMEngine:
         self.scheduler = policy(
             blocks,
             self.model_runner.num_lanes,
-            worker.num_step_tokens,
+            worker.max_num_batched_tokens,
             self.make_extensions(spec),
         )
         self.model_runner.extensions = self.scheduler.extensions
@@ -86,7 +86,7 @@ class LLMEngine:
             default_params=checkpoint.default_params,
             vocab_size=self.vocab_size,
             max_model_len=self.max_model_len,
-            max_prompt_len=None if policy.splits_prompts else worker.num_step_tokens,
+            max_prompt_len=None if policy.splits_prompts else worker.max_num_batched_tokens,
             choose_factory=self.make_factory_chooser(),
         )
         self.requests: dict[int, Request] = {}  # unfinished samples by seq_id, oldest first
@@ -230,7 +230,7 @@ class LLMEngine:
             num_blocks=scheduler.block_manager.num_blocks,
             num_draft_tokens=scheduler.num_draft_tokens,
             num_accepted_tokens=scheduler.num_accepted_tokens,
-            num_window_blocks=0,  # LLM has them
+            num_window_blocks=0,  # LLM overrides both
             num_free_window_blocks=0,
         )
 

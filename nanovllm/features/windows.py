@@ -22,9 +22,9 @@ window before its end in the second:
     second pool              |  6 |  3 |         those that token 16, the first new one, attends to
 
 A block is cached in both pools under the same hash. The second pool evicts blocks that a window has
-left before others, because the middle of a long text is rarely the end of a prefix. Others are the
-last window of a sequence, and the window at the point up to which the first pool had the blocks of
-another sequence, such as the end of a system prompt.
+left before others, because the middle of a long text is rarely the end of a prefix. Two kinds of
+blocks are kept longer. One is the last window of a sequence. The other is the window before the
+point where a later prompt stopped matching, such as the end of a system prompt.
 """
 
 from collections import OrderedDict
@@ -65,7 +65,7 @@ class WindowPool(BlockManager):
 
 
 @dataclass
-class Window:
+class HeldBlocks:
     """The logical blocks that a sequence holds in the second pool, from `start` to `end`.
 
     Their physical blocks are in the row of the sequence's lane.
@@ -73,7 +73,7 @@ class Window:
 
     start: int = 0
     end: int = 0
-    num_cached: int = 0  # blocks from the start of the sequence that need no caching any more
+    num_cached: int = 0  # blocks at the start of the sequence that were cached or shared
     num_found: int = 0  # blocks of the prefix that the first pool had when the sequence came
 
 
@@ -95,19 +95,19 @@ class Windows(Extension):
     def reset(self) -> None:
         self.pool.reset()
         self.pool.root_hash = self.scheduler.block_manager.root_hash  # sequences have one hash
-        self.windows: dict[Sequence, Window] = {}  # of sequences that were the head of the queue
+        self.held: dict[Sequence, HeldBlocks] = {}  # of sequences that were the head of the queue
         self.tables[:] = 0
 
     def find_start(self, num_blocks: int) -> int:
-        """Return the first block that the token behind the first `num_blocks` blocks attends to."""
+        """Return the first block that the token after the first `num_blocks` blocks attends to."""
         position = num_blocks * self.block_size
         return max(0, position + 1 - self.window) // self.block_size
 
     def limit_prefix(self, seq: Sequence, prefix: list[Block]) -> list[Block]:
         """Cut `prefix` where the last window before its end is cached."""
-        window = self.windows.setdefault(seq, Window())
+        held = self.held.setdefault(seq, HeldBlocks())
         if seq.num_cached_tokens is None:  # after a preemption, the prefix is the sequence's own
-            window.num_found = len(prefix)
+            held.num_found = len(prefix)
         num_blocks = len(prefix)
         index = num_blocks
         while index > self.find_start(num_blocks):
@@ -118,11 +118,11 @@ class Windows(Extension):
 
     def admitted(self, seq: Sequence) -> None:
         """Share the window before the first token that is computed."""
-        window = self.windows[seq]
-        window.end = seq.num_computed_tokens // self.block_size
-        window.start = self.find_start(window.end)
-        window.num_cached = window.end
-        for index in range(window.start, window.end):
+        held = self.held[seq]
+        held.end = seq.num_computed_tokens // self.block_size
+        held.start = self.find_start(held.end)
+        held.num_cached = held.end
+        for index in range(held.start, held.end):
             block = self.pool.find_block(seq, index)
             assert block is not None  # limit_prefix has just found it
             self.pool.share(block)
@@ -139,9 +139,10 @@ class Windows(Extension):
         self.changing.append(seq)
 
     def planned(self, seqs: list[Sequence]) -> None:
-        for seq in [seq for seq in seqs if seq.num_logits > 1]:  # has a draft
-            self._resize(seq, seq.num_computed_tokens + seq.num_scheduled_tokens)
-            self.changing.append(seq)
+        for seq in seqs:
+            if seq.num_logits > 1:  # has a draft
+                self._resize(seq, seq.num_computed_tokens + seq.num_scheduled_tokens)
+                self.changing.append(seq)
 
     def prepared(self, seqs: list[Sequence], batch: Batch) -> Batch:
         lanes = [seq.lane for seq in seqs]
@@ -162,19 +163,20 @@ class Windows(Extension):
                 continue
             self._cache(seq, seq.num_computed_tokens)
             self._resize(seq, seq.num_computed_tokens)
-            window = self.windows[seq]
+            held = self.held[seq]
             start = self.find_start(seq.num_computed_tokens // self.block_size)
-            end_of_prefix = range(self.find_start(window.num_found), window.num_found)
-            while window.start < start:
-                is_passed = window.start not in end_of_prefix
-                self._release(seq, window.start, is_passed)
-                window.start += 1
+            end_of_prefix = range(self.find_start(held.num_found), held.num_found)
+            for index in range(held.start, start):
+                self._release(seq, index, is_passed=index not in end_of_prefix)
+            held.start = start
 
     def releasing(self, seq: Sequence) -> None:
-        self._resize(seq, self.windows[seq].start * self.block_size)
+        # Accepted draft tokens can have filled a block in the step that ends the sequence.
+        self._cache(seq, min(seq.num_computed_tokens, len(seq.token_ids)))
+        self._resize(seq, self.held[seq].start * self.block_size)
 
     def finished(self, seq: Sequence, reason: FinishReason) -> None:
-        self.windows.pop(seq, None)
+        self.held.pop(seq, None)
         if reason == "error":  # what its window has left can have NaN, too
             for block_hash in seq.block_hashes:
                 block_id = self.pool.hash_to_block_id.get(block_hash)
@@ -183,13 +185,13 @@ class Windows(Extension):
 
     def _resize(self, seq: Sequence, num_tokens: int) -> None:
         """Take or release blocks, so that the last one is that of the first `num_tokens` tokens."""
-        window = self.windows[seq]
+        held = self.held[seq]
         end = cdiv(num_tokens, self.block_size)
-        for index in range(window.end, end):
+        for index in range(held.end, end):
             self.tables[seq.lane, index] = self.pool.take()
-        for index in reversed(range(end, window.end)):
+        for index in reversed(range(end, held.end)):
             self._release(seq, index)
-        window.end = end
+        held.end = end
 
     def _release(self, seq: Sequence, index: int, is_passed: bool = False) -> None:
         block_id = int(self.tables[seq.lane, index])
@@ -200,18 +202,21 @@ class Windows(Extension):
 
     def _cache(self, seq: Sequence, num_tokens: int) -> None:
         """Cache the blocks that the first `num_tokens` tokens make full, and uncache later ones."""
-        window = self.windows[seq]
+        held = self.held[seq]
         num_full = num_tokens // self.block_size
-        for index in range(window.num_cached, num_full):
+        for index in range(held.num_cached, num_full):
             self.pool.cache_block(seq, index, int(self.tables[seq.lane, index]))
-        for index in range(num_full, window.num_cached):  # Drafts has discarded the step
+        for index in range(num_full, held.num_cached):  # Drafts has discarded the step
             self.pool.uncache(int(self.tables[seq.lane, index]))
-        window.num_cached = num_full
+        held.num_cached = num_full
 
     def describe_settings(self) -> dict[str, Any]:
         return {"window": self.window, "num_window_blocks": self.pool.num_blocks}
 
+    def describe_step(self) -> dict[str, Any]:
+        return {"window_pool": self.pool.count_states()}
+
     def describe_sequence(self, seq: Sequence) -> dict[str, Any]:
-        window = self.windows[seq]
-        ids = self.tables[seq.lane, window.start : window.end]
-        return {"window_start": window.start, "window_blocks": ids.tolist()}
+        held = self.held[seq]
+        ids = self.tables[seq.lane, held.start : held.end]
+        return {"window_start": held.start, "window_blocks": ids.tolist()}

@@ -107,7 +107,7 @@ def attend(query: Tensor, kv_cache: Tensor, batch: Batch, shape: AttentionShape)
         position = context_len - len(queries)  # the queries are the last tokens of their context
         first_block = shape.find_first_visible(position) // block_size
         block_ids = batch.block_tables[i, first_block : cdiv(context_len, block_size)]
-        # [num_tokens, num_kv_heads, head_dim], then [1, num_kv_heads, num_tokens, head_dim]
+        # [num_gathered, num_kv_heads, head_dim], then [1, num_kv_heads, num_gathered, head_dim]
         keys, values = kv_cache.index_select(1, block_ids).flatten(1, 2)
         keys = keys.transpose(0, 1)[None]
         values = values.transpose(0, 1)[None]

@@ -2,7 +2,7 @@
 
     scaled embedding -> [ x + norm(attention(norm(x))); x + norm(mlp(norm(x))) ] per layer -> norm
 
-Five of six layers attend to a window. They have a RoPE of their own, because they need no low
+Five of every six layers attend to a window. They have a RoPE of their own, because they need no low
 frequencies. DecoderSpec describes both. Norms multiply by 1 + weight, as in Qwen3.5.
 
 Reference: Gemma 3 Technical Report, 2025.

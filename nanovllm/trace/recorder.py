@@ -24,13 +24,11 @@ import torch
 from torch import Tensor
 
 from nanovllm.batch import Batch
-from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.extension import Extension
 from nanovllm.engine.model_runner import LogitsProcessor
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.features.speculation.drafts import count_matches
-from nanovllm.features.windows import Windows
 from nanovllm.trace.step import Facts, Step
 from nanovllm.trace.timeline import Timeline
 from nanovllm.utils.arithmetic import cdiv
@@ -55,9 +53,8 @@ class Recorder(Extension):
 
     scheduler: Scheduler
 
-    def __init__(self, timeline: Timeline, windows: Windows | None) -> None:
+    def __init__(self, timeline: Timeline) -> None:
         self.timeline = timeline
-        self.windows = windows
 
     def describe_engine(self) -> Facts:
         """Describe what does not change from step to step."""
@@ -137,7 +134,7 @@ class Recorder(Extension):
         kinds = {work.plan["kind"] for work in self.works.values()}
         waiting = islice(scheduler.waiting, _NUM_WAITING)
         free = islice(scheduler.block_manager.free_block_ids, _NUM_FREE)
-        facts = {
+        return {
             "kind": "mixed" if len(kinds) > 1 else kinds.pop(),
             "num_tokens": sum(seq.num_scheduled_tokens for seq in seqs),
             "waiting_requests": [(seq.seq_id, len(seq.token_ids)) for seq in waiting],
@@ -145,10 +142,6 @@ class Recorder(Extension):
             "next_free_blocks": list(free),
             **scheduler.extensions.describe_step(),
         }
-        if self.windows is not None:
-            # Before the result, because the step's end releases what the windows have left.
-            facts["window_pool"] = count_blocks(self.windows.pool)
-        return facts
 
     def _describe_result(self) -> Facts:
         """Facts about the step, after it."""
@@ -156,7 +149,7 @@ class Recorder(Extension):
         return {
             "waiting": len(scheduler.waiting),
             "running": len(scheduler.running),
-            **count_blocks(scheduler.block_manager),
+            **scheduler.block_manager.count_states(),
         }
 
     def _make_work(self, seq: Sequence) -> Work:
@@ -213,17 +206,6 @@ class Recorder(Extension):
             block = manager.blocks[block_table[index]]
             described.append((block.block_id, block.is_cached, f"{seq.block_hashes[index]:032x}"))
         return described
-
-
-def count_blocks(manager: BlockManager) -> Facts:
-    """Count the blocks of a pool by their states, those of BLOCK_STATES."""
-    num_free = len(manager.free_block_ids)
-    num_reusable = len([i for i in manager.free_block_ids if manager.blocks[i].is_cached])
-    return {
-        "used": manager.num_blocks - num_free,
-        "reusable": num_reusable,
-        "empty": num_free - num_reusable,
-    }
 
 
 def describe_choice(logits: Tensor, processed: Tensor) -> Facts:

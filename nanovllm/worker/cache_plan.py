@@ -5,7 +5,7 @@ budget of a GPU   = min(gpu_memory_utilization * total, GPU_SHARE_OF_FREE * free
                     - weights - CUDA graphs - peak of the largest step
 budget of a CPU   = CPU_SHARE * available after loading the weights / ranks
 lanes             = max_num_seqs, or as many as have room for their recurrent states and windows in
-                    half of the budget
+                    half of the budget, or in all of it if every layer has a window
 windows           = blocks of the second pool, see count_window_blocks
 blocks            = num_kvcache_blocks, or what the rest of the budget has room for
 upper limit       = lanes * blocks of max_model_len tokens, unless kvcache_memory_bytes is given
@@ -21,8 +21,8 @@ from nanovllm.utils.arithmetic import cdiv
 from nanovllm.worker.memory import MemoryMeter, find_available_memory, show_bytes
 from nanovllm.worker.state_slots import StateSlots
 
-# The second pool holds the K/V of a whole step beside the windows. A step has fewer tokens than
-# max_num_batched_tokens if these would need more than this share of the budget.
+# The second pool holds the K/V of a whole step beside the windows. If it does not fit, a step gets
+# this share of the budget, and max_num_batched_tokens is lowered.
 STEP_SHARE = 0.125
 GPU_SHARE_OF_FREE = 0.95  # leaves room for what the driver and other processes allocate
 # A small share, because other programs use this memory, too. A quarter of 16 GB has room for 35,000
@@ -75,7 +75,7 @@ class CachePlan:
     num_blocks: int
     num_window_blocks: int  # of the second pool, 0 if there is none
     num_lanes: int  # sequences that can run at once
-    num_step_tokens: int  # token budget of a step
+    max_num_batched_tokens: int
     budget: Budget
     states_bytes: int
     windows_bytes: int
@@ -100,7 +100,7 @@ class CachePlan:
             terms = f"min({terms}, {shown} for max_num_seqs)"
         line = f"KV cache: ({terms} = {shown}) / {self.units.block_bytes} B"
         if self.units.block_bytes == 0:
-            line = f"KV cache: all layers have windows, {show_bytes(self.windows_bytes)}"
+            line = f"KV cache: {show_bytes(self.windows_bytes)} for windows of all layers"
         if config.tensor_parallel_size > 1:
             line += f", the smallest of {config.tensor_parallel_size} ranks"
         block_size = self.units.block_size
@@ -109,9 +109,10 @@ class CachePlan:
             line += f", and {self.num_window_blocks} blocks for windows of {self.units.window}"
         if self.num_lanes < min(config.max_num_seqs, self.num_blocks):
             line += f"; max_num_seqs is lowered from {config.max_num_seqs} to {self.num_lanes}"
-        if self.num_step_tokens < config.max_num_batched_tokens:
-            given = config.max_num_batched_tokens
-            line += f"; max_num_batched_tokens is lowered from {given} to {self.num_step_tokens}"
+        given = config.max_num_batched_tokens
+        if self.max_num_batched_tokens < given:
+            lowered = self.max_num_batched_tokens
+            line += f"; max_num_batched_tokens is lowered from {given} to {lowered}"
         return line
 
 
@@ -127,8 +128,12 @@ def plan_cache(
     """
     budget = find_budget(config, meter)
     block_size = units.block_size
-    num_step_tokens = count_step_tokens(config, budget.num_bytes, units)
+    num_step_tokens = config.max_num_batched_tokens
     fitting_lanes = count_lanes(config, budget.num_bytes, num_step_tokens, units)
+    if units.window_block_bytes > 0 and fitting_lanes < config.max_num_seqs:
+        num_step_blocks = max(1, int(budget.num_bytes * STEP_SHARE) // units.window_block_bytes)
+        num_step_tokens = min(num_step_tokens, num_step_blocks * block_size)
+        fitting_lanes = count_lanes(config, budget.num_bytes, num_step_tokens, units)
     states_bytes, windows_bytes = count_lane_bytes(config, fitting_lanes, num_step_tokens, units)
     blocks_bytes = budget.num_bytes - states_bytes - windows_bytes
     useful_blocks = fitting_lanes * cdiv(units.max_model_len, block_size)
@@ -152,9 +157,10 @@ def plan_cache(
     if num_lanes < 1:
         kind = "recurrent states" if units.state_bytes > 0 else "windows"
         needed = sum(count_lane_bytes(config, 1, num_step_tokens, units))
+        share = "half of the cache" if units.block_bytes > 0 else "the cache"
         raise ValueError(
-            f"the {kind} of one sequence take {show_bytes(needed)}, more than half"
-            " of the cache: raise kvcache_memory_bytes or gpu_memory_utilization"
+            f"the {kind} of one sequence take {show_bytes(needed)}, more than {share}:"
+            " raise kvcache_memory_bytes or gpu_memory_utilization"
         )
     num_lanes = min(num_lanes, num_blocks)  # a running sequence holds at least one block
     plan = CachePlan(
@@ -163,7 +169,7 @@ def plan_cache(
         num_blocks=num_blocks,
         num_window_blocks=units.count_window_blocks(num_lanes, num_step_tokens),
         num_lanes=num_lanes,
-        num_step_tokens=num_step_tokens,
+        max_num_batched_tokens=num_step_tokens,
         budget=budget,
         states_bytes=states_bytes,
         windows_bytes=windows_bytes,
@@ -191,14 +197,6 @@ def find_budget(config: Config, meter: MemoryMeter | None) -> Budget:
     of_free = f"{GPU_SHARE_OF_FREE} * {show_bytes(meter.free_before)} free"
     origin = f"min({of_total}, {of_free}) - {show_bytes(peak)} taken"
     return Budget(int(limit) - peak, origin)
-
-
-def count_step_tokens(config: Config, budget: int, units: CacheUnits) -> int:
-    """The token budget of a step: max_num_batched_tokens, or less because of the second pool."""
-    if units.window_block_bytes == 0:
-        return config.max_num_batched_tokens
-    num_blocks = int(budget * STEP_SHARE) // units.window_block_bytes
-    return min(config.max_num_batched_tokens, max(1, num_blocks) * units.block_size)
 
 
 def count_lane_bytes(

@@ -91,6 +91,7 @@ def load_worker(
         backend=backend,
         block_size=block_size,
         max_model_len=config.max_model_len or min(spec.max_len, _DEFAULT_MAX_MODEL_LEN),
+        max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_logits=min(num_rows, config.max_num_batched_tokens),
         model=model,
         meter=meter,
@@ -152,13 +153,12 @@ def fill_memory(worker: Worker) -> None:
     # A window of max_model_len tokens never leaves a block behind.
     window = worker.spec.window
     has_second_pool = window is not None and window < worker.max_model_len
-    num_shared = 0 if has_second_pool else 1  # blocks of layers with a window in the first pool
     plan = plan_cache(
         config,
         worker.meter,
         CacheUnits(
-            block_bytes=count_cache_bytes(worker, 1, num_shared, 0),
-            window_block_bytes=count_cache_bytes(worker, 0, 1 - num_shared, 0),
+            block_bytes=count_cache_bytes(worker, 1, 0 if has_second_pool else 1, 0),
+            window_block_bytes=count_cache_bytes(worker, 0, 1 if has_second_pool else 0, 0),
             state_bytes=count_cache_bytes(worker, 0, 0, 1),
             block_size=worker.block_size,
             max_model_len=worker.max_model_len,
@@ -172,7 +172,7 @@ def fill_memory(worker: Worker) -> None:
             f" lower it to {plan.num_tokens}, or {ENLARGE_ADVICE}"
         )
     worker.max_model_len = min(worker.max_model_len, plan.num_tokens)
-    worker.num_step_tokens = plan.num_step_tokens
+    worker.max_num_batched_tokens = plan.max_num_batched_tokens
     allocate(worker, plan.num_blocks, plan.num_window_blocks, plan.num_lanes)
     capture_graphs(worker, plan.num_lanes)
     if worker.tp.rank == 0:
@@ -221,6 +221,6 @@ def capture_graphs(worker: Worker, num_lanes: int, only_largest: bool = False) -
             worker.backend,
             worker.kv_caches,
             make_dummy_batch(worker, [1]),
-            max_num_seqs=min(num_lanes, config.max_num_batched_tokens),
+            max_num_seqs=min(num_lanes, worker.max_num_batched_tokens),
             only_largest=only_largest,
         )

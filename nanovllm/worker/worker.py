@@ -33,6 +33,7 @@ class Worker:
     backend: Backend  # stores K/V and attends to them
     block_size: int
     max_model_len: int
+    max_num_batched_tokens: int
     # Rows of logits that are computed at once. Only a step that scores prompts has more. All ranks
     # then divide its hidden states into the same parts.
     max_num_logits: int
@@ -40,8 +41,7 @@ class Worker:
     meter: MemoryMeter | None  # on a GPU: what this rank has taken of its memory
     # A loaded worker has no KV cache yet, see startup.allocate.
     num_blocks: int = 0
-    num_window_blocks: int = 0  # 0: layers with a window have the blocks of all others
-    num_step_tokens: int = 0  # the token budget of a step
+    num_window_blocks: int = 0  # 0: all layers share one pool
     num_lanes: int = 0  # sequences that can run at once
     kv_caches: list[Tensor] = field(default_factory=list)  # each layer's K/V or states
     graphs: Any = None  # CudaGraphs, or None

@@ -369,7 +369,7 @@ def test_costs_of_steps_are_measured(monkeypatch):
             context_cost = 0.01 * seq.num_scheduled_tokens * len(seq.token_ids)
             clock[0] += 10.0 + seq.num_scheduled_tokens + context_cost
 
-    executor = SimpleNamespace(worker=SimpleNamespace(num_step_tokens=100))
+    executor = SimpleNamespace(worker=SimpleNamespace(max_num_batched_tokens=100))
     runner = SimpleNamespace(
         forward=list, sample=sample, num_lanes=3, block_size=4, executor=executor
     )

@@ -25,6 +25,7 @@ from nanovllm.features.speculation.drafts import Drafts
 from nanovllm.features.windows import Windows
 from nanovllm.utils.arithmetic import cdiv
 from nanovllm.worker.cache_plan import CacheUnits
+from nanovllm.worker.worker import Worker
 
 FREE = [0.0] + [1.0] * 300  # costs of steps with which all drafts pay
 
@@ -96,7 +97,7 @@ class Simulation:
         check_windows(self.windows)
 
     def find_id(self, seq, index):
-        window = self.windows.windows[seq]
+        window = self.windows.held[seq]
         assert window.start <= index < window.end
         return self.windows.tables[seq.lane, index]
 
@@ -105,7 +106,7 @@ class Simulation:
         seq = Sequence(0, prompt, SamplingParams())
         found = self.scheduler.block_manager.find_prefix(seq)
         prefix = self.windows.limit_prefix(seq, found)
-        self.windows.windows.pop(seq)
+        self.windows.held.pop(seq)
         return len(prefix) * self.scheduler.block_size
 
 
@@ -145,7 +146,7 @@ def test_every_token_that_a_query_attends_to_is_there(loads, aborted, **options)
             break
     assert all(seq.finish_reason for seq in seqs)
     assert len(simulation.windows.pool.free_block_ids) == simulation.windows.pool.num_blocks
-    assert not simulation.windows.windows
+    assert not simulation.windows.held
 
 
 class Chunks(Extension):
@@ -208,6 +209,17 @@ def test_a_preempted_sequence_starts_from_its_last_window():
         simulation.scheduler.preempt(seq)
         simulation.scheduler.schedule()
         assert seq.num_computed_tokens == (len(seq.token_ids) - 1) // 4 * 4
+
+
+def test_the_end_of_a_sequence_with_accepted_drafts_can_be_hit():
+    """The last step can fill a block with draft tokens. Sums modulo 3 repeat after 8 tokens."""
+    num_accepted = 0
+    for max_tokens in range(1, 13):
+        simulation = Simulation(window=6, draft_len=3)
+        seq = simulation.serve([1, 1, 2, 0, 2, 2, 1, 0] * 2, max_tokens)
+        assert simulation.find_hit([*seq.token_ids, 50]) == (16 + max_tokens - 1) // 4 * 4
+        num_accepted += simulation.scheduler.num_accepted_tokens
+    assert num_accepted > 12
 
 
 def test_a_sequence_with_nan_leaves_nothing_to_hit():
@@ -333,6 +345,19 @@ def test_tokens_match_transformers_amid_nan(tmp_path, name, options):
         assert stats["num_free_window_blocks"] == stats["num_window_blocks"] > 0
         if llm.config.enable_prefix_caching:
             assert stats["num_cached_tokens"] > 0
+
+
+def test_steps_that_are_measured_for_drafts_have_window_tables(tmp_path, monkeypatch):
+    """CUDA graphs were captured with them."""
+    make_family(tmp_path, "gemma3")
+    batches = []
+    execute = Worker.execute
+    monkeypatch.setattr(Worker, "execute", lambda *args: batches.append(args[1]) or execute(*args))
+    LLM(tmp_path, num_kvcache_blocks=60, num_speculative_tokens=2).exit()
+    assert batches
+    for batch in batches:
+        assert batch.window_tables.shape == batch.block_tables.shape
+        assert len(batch.window_slots) == len(batch.slot_mapping)
 
 
 def test_a_prompt_above_the_lowered_budget_is_told_why(tmp_path):

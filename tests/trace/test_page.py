@@ -66,7 +66,7 @@ def describe_windows(scheduler):
     (windows,) = [each for each in scheduler.extensions.features if type(each) is Windows] or [None]
     described = []
     for seq in scheduler.running if windows else []:
-        window = windows.windows[seq]
+        window = windows.held[seq]
         blocks = windows.tables[seq.lane, window.start : window.end].tolist()
         described.append([window.start, blocks])
     return described

@@ -295,7 +295,7 @@ def windows(tmp_path_factory):
         def keep_state(seqs, samples):
             rows = {}
             for seq in seqs:
-                window = llm.windows.windows[seq]
+                window = llm.windows.held[seq]
                 ids = llm.windows.tables[seq.lane, window.start : window.end].tolist()
                 rows[seq.lane] = (window.start, ids)
             reusable = [i for i in pool.free_block_ids if pool.blocks[i].is_cached]

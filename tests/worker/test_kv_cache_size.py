@@ -222,7 +222,7 @@ def plan_with_windows(tp=ALONE, block_bytes=1000, **options):
 def test_windows_have_half_of_the_memory_and_a_step_an_eighth():
     """A lane has 5 blocks: three of its window, and incomplete ones at both ends."""
     plan = plan_with_windows(kvcache_memory_bytes=100_000)
-    assert plan.num_step_tokens == 120
+    assert plan.max_num_batched_tokens == 120
     assert (plan.num_blocks, plan.num_lanes) == (53, 7)
     assert plan.num_window_blocks == 7 * 5 + 12
     line = plan.describe()
@@ -234,14 +234,14 @@ def test_windows_have_half_of_the_memory_and_a_step_an_eighth():
 def test_windows_of_few_short_sequences_need_no_more_than_the_sequences():
     plan = plan_with_windows(kvcache_memory_bytes=10_000_000, max_num_seqs=2)
     assert plan.num_window_blocks == 2 * 100
-    assert plan.num_step_tokens == 8192
+    assert plan.max_num_batched_tokens == 8192
 
 
 def test_windows_have_all_of_the_memory_if_all_layers_have_one():
     plan = plan_with_windows(block_bytes=0, kvcache_memory_bytes=100_000)
     assert (plan.num_lanes, plan.num_window_blocks) == (17, 17 * 5 + 12)
     assert plan.num_blocks == 17 * 100
-    assert "all layers have windows, 97000 B = 1700 blocks" in plan.describe()
+    assert "97000 B for windows of all layers = 1700 blocks" in plan.describe()
 
 
 def test_too_little_memory_for_a_window_is_an_error():
@@ -252,7 +252,7 @@ def test_too_little_memory_for_a_window_is_an_error():
 def test_ranks_agree_on_the_size_of_the_second_pool():
     tp = Mock(size=2, minimum=lambda numbers: [40, 3, 70, *numbers[3:]])
     plan = plan_with_windows(tp, kvcache_memory_bytes=100_000)
-    assert plan.num_step_tokens == 70
+    assert plan.max_num_batched_tokens == 70
     assert plan.num_window_blocks == 3 * 5 + 7
 
 
@@ -268,5 +268,5 @@ def test_gemma_4b_serves_several_sequences_on_a_laptop(monkeypatch):
     )
     plan = plan_cache(Config(""), None, units)
     assert plan.num_lanes >= 3
-    assert plan.num_step_tokens >= 1024
+    assert plan.max_num_batched_tokens >= 1024
     assert plan.num_tokens >= 3 * 4096

@@ -106,7 +106,7 @@ def measure_costs(runner: ModelRunner, max_draft_len: int, max_model_len: int) -
 
     def measure_sizes(draft_len: int) -> list[float]:
         num_drafted = runner.num_lanes * (1 + draft_len)
-        limit = min(num_drafted, runner.executor.worker.num_step_tokens, MAX_DRAFT_STEP)
+        limit = min(num_drafted, runner.executor.worker.max_num_batched_tokens, MAX_DRAFT_STEP)
         sizes = [0]
         seconds = [0.0]
         while sizes[-1] < limit:

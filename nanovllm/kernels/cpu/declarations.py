@@ -2,7 +2,8 @@
 
 A function for Python is `extern "C" void name(parameters)`. A struct for Python has its fields
 first, one on a line, up to an empty line or its end. Parameters and fields are pointers, int64_t,
-float, or a struct below. ctypes lays fields out as the C++ compiler does.
+float, or a struct below. ctypes lays fields out as the C++ compiler does. Only the enum Gate is
+declared again, in prepacked.py.
 """
 
 import ctypes

@@ -10,8 +10,8 @@
 
 struct Layer {  // filled by Python: see declarations.py
     Norm before_attention;
+    Norm after_attention;  // its weight can be null, as those of after_mlp, q_norm and k_norm
     Norm before_mlp;
-    Norm after_attention;  // the weights of these and the following two can be null
     Norm after_mlp;
     Norm q_norm;
     Norm k_norm;

@@ -37,14 +37,17 @@ from nanovllm.models.gemma3 import Gemma3Layer
 # A step of more tokens is computed layer by layer, because CPython handles Ctrl-C between calls.
 MAX_TOKENS_PER_CALL = 512
 
-_NORMS = {  # before and after attention, before and after the MLP
-    DecoderLayer: ("input_layernorm", None, "post_attention_layernorm", None),
-    Gemma3Layer: (
-        "input_layernorm",
-        "post_attention_layernorm",
-        "pre_feedforward_layernorm",
-        "post_feedforward_layernorm",
-    ),
+_NORMS = {  # of each class: fields of the struct, and attributes of the layer
+    DecoderLayer: {
+        "before_attention": "input_layernorm",
+        "before_mlp": "post_attention_layernorm",
+    },
+    Gemma3Layer: {
+        "before_attention": "input_layernorm",
+        "after_attention": "post_attention_layernorm",
+        "before_mlp": "pre_feedforward_layernorm",
+        "after_mlp": "post_feedforward_layernorm",
+    },
 }
 
 
@@ -67,7 +70,7 @@ class FusedLayers(OptimizedLayer, DecoderLayers):
         for layer in cast(Iterable[Any], self):
             if not has_parts(layer, self.parts) or layer.self_attn.backend is not attention:
                 return False
-            norms = filter(None, _NORMS[type(layer)])
+            norms = _NORMS[type(layer)].values()
             if not has_parts(layer, dict.fromkeys(norms, NORMS)):
                 return False
             down_proj = layer.mlp.down_proj
@@ -168,14 +171,12 @@ def _make_struct(layer: Any) -> Struct:
     """Describe a layer, whose parts are optimized."""
     attn = layer.self_attn
     gate_up = layer.mlp.gate_up
-    norms = []
-    for name in _NORMS[type(layer)]:
-        norms.append(describe_norm(getattr(layer, name) if name is not None else None))
+    norms = {field: getattr(layer, name) for field, name in _NORMS[type(layer)].items()}
     return Layer(
-        before_attention=norms[0],
-        after_attention=norms[1],
-        before_mlp=norms[2],
-        after_mlp=norms[3],
+        before_attention=describe_norm(norms["before_attention"]),
+        after_attention=describe_norm(norms.get("after_attention")),
+        before_mlp=describe_norm(norms["before_mlp"]),
+        after_mlp=describe_norm(norms.get("after_mlp")),
         q_norm=describe_norm(attn.q_norm),
         k_norm=describe_norm(attn.k_norm),
         qkv_bias=attn.qkv_proj.bias,

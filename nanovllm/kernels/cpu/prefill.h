@@ -3,7 +3,7 @@
 // CONTEXT_TILE tokens of the context at a time are packed into panels of keys and of values.
 // QUERIES query tokens share them, some rows at a time, so that scores, weights and sums of values
 // stay in a core's cache. A row keeps the highest score so far. If a tile has a higher one, the
-// row's previous sums are rescaled. The tokens before a window are left out, but for those that
+// row's previous sums are rescaled. The tokens before a window are skipped, except those that
 // share a panel with the window of an adjacent row.
 #pragma once
 #include <array>
@@ -18,6 +18,7 @@ static_assert(CONTEXT_TILE <= BLOCK);  // a row of weights lies in one block
 constexpr int64_t STRIDE = CONTEXT_TILE + 16;
 // Of scores: whole cache lines of weights, and two vectors.
 constexpr int64_t CHUNK = std::max(LINE, 2 * LANES);
+static_assert(WIDTH % CHUNK == 0);  // so that a part of a tile begins at a chunk
 constexpr int64_t AHEAD = 8;  // tokens whose keys and values are prefetched
 
 // Weights are powers of 2, or of e if they are not rounded to 16 bits afterwards.
@@ -136,7 +137,7 @@ public:
             int64_t first_row = std::max<int64_t>(0, first - tokens_before) * group_size;
             first_row -= first_row % ROWS_AT_ONCE;
             for (int64_t start = first_row; start < num_rows; start += ROWS_AT_ONCE) {
-                // The first row sees the first token, and the last row the last one.
+                // Of these rows, the first sees the earliest token and the last the latest one.
                 int64_t first_begin = find_begin(start);
                 if (first_begin == num_tokens) break;  // all other windows begin after this tile
                 bool is_added = first_begin < 0;

@@ -126,8 +126,8 @@ def attend_kernel(
     acc = tl.zeros([M, D], dtype=tl.float32)
     row_sum = tl.zeros([M], dtype=tl.float32)
     row_max = tl.full([M], float("-inf"), dtype=tl.float32)
-    # First the tiles that all rows attend to in full, then the others, as if those before them were
-    # moved next to those behind them. A loop for each side would need more registers.
+    # First the tiles that all rows attend to in full, then the others, in one loop: those on the
+    # left are shifted next to those on the right. Two loops would need more registers.
     for IS_MASKED in tl.static_range(2):
         tiles_start = first + num_unmasked if IS_MASKED else unmasked_start
         tiles_end = end if IS_MASKED else unmasked_end
