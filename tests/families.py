@@ -13,6 +13,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SmolLM3Config,
 )
 
 LLAMA3 = dict(
@@ -51,6 +52,8 @@ GEMMA3_UNTIED = dict(
     attention_bias=True,
     tie_word_embeddings=False,
 )
+SMOLLM3 = dict(num_hidden_layers=4, no_rope_layer_interval=2)
+SMOLLM3_WINDOWS = dict(SMOLLM3, use_sliding_window=True, sliding_window=8)
 OPT = dict(ffn_dim=40)
 EXPERTS = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24)
 MIXED = dict(EXPERTS, num_hidden_layers=4, decoder_sparse_step=2, mlp_only_layers=[3])
@@ -83,6 +86,8 @@ FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "qwen3-moe": (Qwen3MoeConfig, dict(EXPERTS, norm_topk_prob=True, intermediate_size=47)),
     "qwen3-moe-window": (Qwen3MoeConfig, dict(EXPERTS, **ALL_WINDOWS, norm_topk_prob=True)),
     "qwen3-moe-mixed": (Qwen3MoeConfig, dict(MIXED, tie_word_embeddings=False)),
+    "smollm3": (SmolLM3Config, SMOLLM3),
+    "smollm3-windows": (SmolLM3Config, dict(SMOLLM3_WINDOWS, tie_word_embeddings=False)),
 }
 
 

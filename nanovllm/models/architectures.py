@@ -14,6 +14,7 @@ from transformers import PretrainedConfig
 
 from nanovllm.checkpoints.quantization import read_quantization
 from nanovllm.config import DTYPES, MAX_LAYERS, MAX_SIZE
+from nanovllm.layers.rotary import RopeSpec
 from nanovllm.models.attention_fields import (
     ATTENTION_TYPES,
     check_multiple,
@@ -155,6 +156,21 @@ def _compute_gemma3(config: PretrainedConfig, given: Fields) -> Fields:
     }
 
 
+def _compute_smollm3(config: PretrainedConfig, given: Fields) -> Fields:
+    """Let layers without positions (NoPE) rotate by 0. no_rope_layers is 1 for layers with RoPE.
+
+    transformers applies windows without use_sliding_window in some of its attention backends only.
+    """
+    types = ATTENTION_TYPES if config.use_sliding_window else ("full_attention",)
+    computed = _compute_decoder(config, given, types)
+    (rope,) = computed["ropes"]
+    no_rope = RopeSpec((0.0,) * len(rope.inv_freq))
+    indices = tuple(0 if has_rope else 1 for has_rope in config.no_rope_layers)
+    if len(indices) < given["num_layers"]:
+        raise ValueError(f"no_rope_layers={config.no_rope_layers} must have a value for each layer")
+    return {**computed, "ropes": (rope, no_rope), "rope_indices": indices}
+
+
 def _compute_opt(config: PretrainedConfig, given: Fields) -> Fields:
     hidden_size, num_heads = given["hidden_size"], given["num_heads"]
     check_multiple("hidden_size", hidden_size, "num_attention_heads", num_heads)
@@ -196,6 +212,7 @@ _DECODER = {
     "norm_eps": "rms_norm_eps",
 }
 _WITH_BIASES = {**_DECODER, "qkv_bias": "attention_bias", "o_bias": "attention_bias"}
+_LLAMA = {**_WITH_BIASES, "mlp_bias": "mlp_bias"}
 _MOE = {
     **_WITH_BIASES,
     "num_experts": "num_experts",
@@ -237,7 +254,7 @@ _QWEN3_5 = Family(Qwen35Spec, _DELTA, _NORMED, _compute_qwen3_5)
 ARCHITECTURES = {
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": _GEMMA3,
-    "LlamaForCausalLM": Family(DecoderSpec, {**_WITH_BIASES, "mlp_bias": "mlp_bias"}),
+    "LlamaForCausalLM": Family(DecoderSpec, _LLAMA),
     "MistralForCausalLM": Family(DecoderSpec, _DECODER),
     "MinistralForCausalLM": Family(DecoderSpec, _DECODER),
     "OPTForCausalLM": Family(
@@ -251,4 +268,5 @@ ARCHITECTURES = {
     "Qwen3MoeForCausalLM": Family(MoESpec, _MOE, _NORMED, _compute_moe),
     "Qwen3_5ForCausalLM": _QWEN3_5,
     "Qwen3_5ForConditionalGeneration": _QWEN3_5,
+    "SmolLM3ForCausalLM": Family(DecoderSpec, _LLAMA, compute=_compute_smollm3),
 }

@@ -71,6 +71,7 @@ def compute_logprobs(llm, prompt):
         ("opt-350m", torch.bfloat16),
         ("opt-untied-narrow", torch.float16),
         ("qwen3-moe", torch.bfloat16),
+        ("smollm3", torch.bfloat16),
     ],
 )
 def test_low_precision_is_as_exact_as_transformers(tmp_path, name, dtype, size):
