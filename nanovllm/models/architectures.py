@@ -25,7 +25,9 @@ from nanovllm.models.attention_fields import (
 )
 from nanovllm.models.decoder import DecoderSpec
 from nanovllm.models.gemma3 import Gemma3Spec
+from nanovllm.models.granite import GraniteSpec
 from nanovllm.models.moe import MoESpec
+from nanovllm.models.olmo import OlmoSpec
 from nanovllm.models.opt import OPTSpec
 from nanovllm.models.qwen3_5 import Qwen35Spec
 from nanovllm.models.spec import ModelSpec
@@ -140,10 +142,8 @@ def _compute_qwen3_5(config: PretrainedConfig, given: Fields) -> Fields:
     return {**computed, "attention_layers": frozenset(layers)}
 
 
-def _compute_gemma3(config: PretrainedConfig, given: Fields) -> Fields:
+def _compute_by_layer_type(config: PretrainedConfig, given: Fields) -> dict[str, Any]:
     """Compute a RoPE for each type of layer. max_position_embeddings includes the extension."""
-    scalar = config.query_pre_attn_scalar
-    check_number("query_pre_attn_scalar", scalar, low=0.0, open_low=True)
     head_dim = read_head_dim(config)
     windows = read_windows(config, given["max_len"])
     types = list(dict.fromkeys(config.layer_types))
@@ -152,8 +152,18 @@ def _compute_gemma3(config: PretrainedConfig, given: Fields) -> Fields:
         "ropes": tuple(read_rope(config, head_dim, layer_type) for layer_type in types),
         "rope_indices": tuple(map(types.index, config.layer_types)),
         "windows": windows,
-        "scale": scalar**-0.5,
+        "scale": head_dim**-0.5,
     }
+
+
+def _compute_gemma3(config: PretrainedConfig, given: Fields) -> Fields:
+    scalar = config.query_pre_attn_scalar
+    check_number("query_pre_attn_scalar", scalar, low=0.0, open_low=True)
+    return {**_compute_by_layer_type(config, given), "scale": scalar**-0.5}
+
+
+def _compute_granite(config: PretrainedConfig, given: Fields) -> Fields:
+    return {**_compute_decoder(config, given), "scale": given["scale"]}
 
 
 def _compute_smollm3(config: PretrainedConfig, given: Fields) -> Fields:
@@ -213,6 +223,13 @@ _DECODER = {
 }
 _WITH_BIASES = {**_DECODER, "qkv_bias": "attention_bias", "o_bias": "attention_bias"}
 _LLAMA = {**_WITH_BIASES, "mlp_bias": "mlp_bias"}
+_GRANITE = {
+    **_LLAMA,
+    "scale": "attention_multiplier",
+    "embedding_multiplier": "embedding_multiplier",
+    "residual_multiplier": "residual_multiplier",
+    "logits_scaling": "logits_scaling",
+}
 _MOE = {
     **_WITH_BIASES,
     "num_experts": "num_experts",
@@ -254,9 +271,12 @@ _QWEN3_5 = Family(Qwen35Spec, _DELTA, _NORMED, _compute_qwen3_5)
 ARCHITECTURES = {
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": _GEMMA3,
+    "GraniteForCausalLM": Family(GraniteSpec, _GRANITE, compute=_compute_granite),
     "LlamaForCausalLM": Family(DecoderSpec, _LLAMA),
     "MistralForCausalLM": Family(DecoderSpec, _DECODER),
     "MinistralForCausalLM": Family(DecoderSpec, _DECODER),
+    "Olmo2ForCausalLM": Family(OlmoSpec, _WITH_BIASES),
+    "Olmo3ForCausalLM": Family(OlmoSpec, _WITH_BIASES, compute=_compute_by_layer_type),
     "OPTForCausalLM": Family(
         OPTSpec,
         _OPT,

@@ -21,11 +21,12 @@ from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.features.speculation.costs import StepCosts
 from nanovllm.features.speculation.drafts import Drafts
+from nanovllm.layers.attention import AttentionShape
 from nanovllm.models.architectures import read_spec
 
 POOL = {"num_kvcache_blocks": 64, "kvcache_block_size": 4}
 FULL, SLIDING = "full_attention", "sliding_attention"
-NAMES = ["smollm3-windows"]
+NAMES = ["granite", "granite-untied", "olmo2", "olmo3", "smollm3-windows"]
 
 
 def read(directory, config):
@@ -65,7 +66,7 @@ def test_logprobs_match_transformers(tmp_path, name):
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["smollm3"])
+@pytest.mark.parametrize("name", ["granite", "olmo2", "smollm3"])
 def test_the_engine_alone_serves_models_without_windows(tmp_path, name):
     oracle = make_family(tmp_path, name)
     engine = LLMEngine(Config(str(tmp_path), **POOL))
@@ -120,9 +121,47 @@ def test_smollm3_3b(tmp_path):
     assert read(tmp_path, windows).windows == (None,) * 36
 
 
+GRANITE_2B = {
+    "architectures": ["GraniteForCausalLM"],
+    "attention_multiplier": 0.015625,
+    "embedding_multiplier": 12.0,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "logits_scaling": 8.0,
+    "max_position_embeddings": 131072,
+    "model_type": "granite",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 8,
+    "residual_multiplier": 0.22,
+    "rms_norm_eps": 1e-5,
+    "rope_scaling": None,
+    "rope_theta": 10000000.0,
+    "tie_word_embeddings": True,
+    "vocab_size": 49159,
+}
+
+
+def test_granite_2b(tmp_path):
+    spec = read(tmp_path, GRANITE_2B)
+    assert spec.attention_shape(0) == AttentionShape(32, 8, 64, scale=1 / 64)
+    factors = (spec.embedding_multiplier, spec.residual_multiplier, spec.logits_scaling)
+    assert factors == (12.0, 0.22, 8.0)
+    assert spec.max_len == 131072
+    assert spec.tie_embeddings and not spec.qkv_bias and not spec.mlp_bias
+    sizes = {name: GRANITE_2B[name] for name in ("architectures", "model_type")}
+    spec = read(tmp_path, sizes)  # the defaults of the class
+    assert (spec.embedding_multiplier, spec.residual_multiplier, spec.logits_scaling) == (1, 1, 1)
+    assert spec.scale == 1
+    assert not spec.tie_embeddings
+
+
 @pytest.mark.parametrize(
     "name, changes, complaint",
     [
+        ("granite", {"hidden_act": "gelu"}, "hidden_act must be one of 'silu'"),
+        ("granite", {"residual_multiplier": 0}, "residual_multiplier must be above 0"),
+        ("granite", {"logits_scaling": -1.0}, "logits_scaling must be above 0"),
         ("smollm3", {"hidden_act": "gelu"}, "hidden_act must be one of 'silu'"),
         ("smollm3", {"no_rope_layers": [1, 0, 1]}, "no_rope_layers=.1, 0, 1. must have a value"),
         (

@@ -21,6 +21,8 @@ SHARDED = {
     "llama-biases",
     "gemma3",
     "gemma3-untied",
+    "olmo2",
+    "olmo2-one-kv-head",
     "opt-350m",
     "opt-untied-narrow",
     "opt-no-biases",
@@ -71,6 +73,10 @@ def compute_logprobs(llm, prompt):
         ("opt-350m", torch.bfloat16),
         ("opt-untied-narrow", torch.float16),
         ("qwen3-moe", torch.bfloat16),
+        ("granite", torch.bfloat16),
+        ("granite-untied", torch.float16),
+        ("olmo2", torch.bfloat16),
+        ("olmo3", torch.float16),
         ("smollm3", torch.bfloat16),
     ],
 )
@@ -97,7 +103,7 @@ def test_opt_uses_all_learned_positions(tmp_path):
         LLM(tmp_path, max_model_len=257)
 
 
-@pytest.mark.parametrize("name", ["opt", "qwen3-moe-mixed", "gemma3"])
+@pytest.mark.parametrize("name", ["opt", "qwen3-moe-mixed", "gemma3", "olmo2"])
 def test_dummy_weights_are_the_same_on_any_number_of_ranks(tmp_path, name):
     """Norms are 1 and biases 0."""
     make_family(tmp_path, name)
