@@ -12,6 +12,7 @@ from transformers import (
     Olmo2Config,
     Olmo3Config,
     OPTConfig,
+    Phi3Config,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -30,6 +31,13 @@ LLAMA3 = dict(
 LINEAR = dict(rope_type="linear", rope_theta=1e4, factor=4.0)
 YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64)
 YARN_SCALES = dict(beta_fast=16.0, truncate=False, mscale=0.7, mscale_all_dim=0.3)
+LONGROPE = dict(
+    rope_type="longrope",
+    rope_theta=1e4,
+    original_max_position_embeddings=64,
+    short_factor=[1.0, 1.1, 1.3],
+    long_factor=[1.5, 3.0, 5.0],
+)
 DYNAMIC = dict(rope_type="dynamic", rope_theta=100.0, factor=2.0)
 UNUSED_WINDOW = dict(use_sliding_window=False, sliding_window=8, max_window_layers=1)
 ALL_WINDOWS = dict(use_sliding_window=True, sliding_window=8, max_window_layers=0)
@@ -70,6 +78,12 @@ OLMO3 = dict(
         "sliding_attention": dict(rope_type="default", rope_theta=1e4),
     },
 )
+PHI4 = dict(head_dim=8, tie_word_embeddings=False)
+PHI4_MINI = dict(
+    head_dim=8,
+    original_max_position_embeddings=256,
+    rope_parameters=dict(LONGROPE, partial_rotary_factor=0.75),
+)
 SMOLLM3 = dict(num_hidden_layers=4, no_rope_layer_interval=2)
 SMOLLM3_WINDOWS = dict(SMOLLM3, use_sliding_window=True, sliding_window=8)
 OPT = dict(ffn_dim=40)
@@ -109,6 +123,9 @@ FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "opt-untied-narrow": (OPTConfig, dict(OPT, tie_word_embeddings=False, word_embed_proj_dim=24)),
     "opt-no-biases": (OPTConfig, dict(OPT, enable_bias=False, layer_norm_elementwise_affine=False)),
     "opt-no-final-norm": (OPTConfig, dict(OPT, _remove_final_layer_norm=True)),
+    "phi3-window": (Phi3Config, dict(PHI4, sliding_window=8, num_key_value_heads=1)),
+    "phi4": (Phi3Config, PHI4),
+    "phi4-mini": (Phi3Config, PHI4_MINI),
     "qwen3-moe": (Qwen3MoeConfig, dict(EXPERTS, norm_topk_prob=True, intermediate_size=47)),
     "qwen3-moe-window": (Qwen3MoeConfig, dict(EXPERTS, **ALL_WINDOWS, norm_topk_prob=True)),
     "qwen3-moe-mixed": (Qwen3MoeConfig, dict(MIXED, tie_word_embeddings=False)),

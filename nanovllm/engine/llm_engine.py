@@ -59,7 +59,8 @@ class LLMEngine:
         self.config = config
         checkpoint = Checkpoint.open(config)
         num_ranks = config.tensor_parallel_size
-        spec = read_spec(checkpoint.hf_config, checkpoint.dtype, num_ranks, config.quantization)
+        options = (config.quantization, config.max_model_len)
+        spec = read_spec(checkpoint.hf_config, checkpoint.dtype, num_ranks, *options)
         self.check_features(spec)
         self.tokenizer = checkpoint.tokenizer
         # Ids above the vocabulary cannot be sampled.

@@ -47,8 +47,9 @@ def read_spec(
     dtype: torch.dtype,
     num_ranks: int,
     quantization: str | None = None,
+    max_model_len: int | None = None,
 ) -> ModelSpec:
-    """Convert a config from `read_config`.
+    """Convert a config from `read_config`. `quantization` and `max_model_len` are options.
 
     Raises ValueError if the model is not supported, or cannot be sharded over `num_ranks`.
     """
@@ -59,7 +60,7 @@ def read_spec(
         check_choice("dtype", str(dtype).removeprefix("torch."), DTYPES)
         check_supported(vars(config), **family.supported)
         read = {**_read_fields(config, family.spec, family.names), **family.fixed}
-        computed = family.compute(config, read)
+        computed = family.compute(config, {**read, "max_model_len": max_model_len})
         quantized = read_quantization(config, quantization)
         spec = family.spec(**{**read, **computed, "dtype": dtype, "quantization": quantized})
         _check_ranks(spec, family.names, num_ranks)
@@ -107,8 +108,8 @@ def _compute_decoder(
 ) -> dict[str, Any]:
     """Compute what all decoders have. `layer_types` are those that the spec can make."""
     head_dim = read_head_dim(config)
-    rope = read_rope(config, head_dim, allow_partial=allow_partial_rope)
-    max_len = read_max_len(config)
+    max_len = read_max_len(config, given["max_model_len"])
+    rope = read_rope(config, head_dim, allow_partial=allow_partial_rope, length=max_len)
     return {
         "head_dim": head_dim,
         "ropes": (rope,),
@@ -140,6 +141,10 @@ def _compute_qwen3_5(config: PretrainedConfig, given: Fields) -> Fields:
     num_value_heads, num_key_heads = given["num_value_heads"], given["num_key_heads"]
     check_multiple("linear_num_value_heads", num_value_heads, "linear_num_key_heads", num_key_heads)
     return {**computed, "attention_layers": frozenset(layers)}
+
+
+def _compute_phi3(config: PretrainedConfig, given: Fields) -> Fields:
+    return _compute_decoder(config, given, allow_partial_rope=True)
 
 
 def _compute_by_layer_type(config: PretrainedConfig, given: Fields) -> dict[str, Any]:
@@ -200,7 +205,7 @@ class Family(NamedTuple):
     spec: type[ModelSpec]
     names: Mapping[str, str]  # fields that config.json has, with their names there
     fixed: Mapping[str, Any] = {}  # fields that are the same in all models of the family
-    # The other fields, from config.json and the fields of `names` and `fixed`.
+    # The other fields, from config.json, the fields of `names` and `fixed`, and max_model_len.
     compute: Callable[[PretrainedConfig, Fields], Fields] = _compute_decoder
     # Fields of config.json that must have one of these values.
     supported: Mapping[str, tuple[object, ...]] = {"hidden_act": ("silu",)}
@@ -254,6 +259,7 @@ _OPT = {
     "bias": "enable_bias",
 }
 _NORMED = {"qk_norm": True}
+_FUSED = {"qkv_names": ("qkv_proj",) * 3, "gate_up_names": ("gate_up_proj",) * 2}
 _GEMMA3 = Family(
     Gemma3Spec,
     _WITH_BIASES,
@@ -283,6 +289,7 @@ ARCHITECTURES = {
         compute=_compute_opt,
         supported={"activation_function": ("relu",)},
     ),
+    "Phi3ForCausalLM": Family(DecoderSpec, _DECODER, _FUSED, _compute_phi3),
     "Qwen2ForCausalLM": Family(DecoderSpec, _DECODER, {"qkv_bias": True}),
     "Qwen3ForCausalLM": Family(DecoderSpec, _WITH_BIASES, _NORMED),
     "Qwen3MoeForCausalLM": Family(MoESpec, _MOE, _NORMED, _compute_moe),

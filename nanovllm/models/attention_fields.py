@@ -64,8 +64,12 @@ def read_rope(
     head_dim: int,
     layer_type: str | None = None,
     allow_partial: bool = False,
+    length: int | None = None,
 ) -> RopeSpec:
-    """Return the frequencies, which transformers computes. They can differ by `layer_type`."""
+    """Return the frequencies, which transformers computes. They can differ by `layer_type`.
+
+    Those of longrope depend on the `length` of contexts. Without it, longrope is not supported.
+    """
     rope = _read_parameters(config, layer_type)
     share = rope.get("partial_rotary_factor", 1.0)
     is_unsupported = share != 1.0 and not allow_partial
@@ -73,7 +77,8 @@ def read_rope(
         raise ValueError(
             "partial_rotary_factor and rope_parameters per layer type are not supported"
         )
-    rope_type = check_choice("rope_type", rope["rope_type"], _ROPE_TYPES)
+    supported = _ROPE_TYPES if length is None else (*_ROPE_TYPES, "longrope")
+    rope_type = check_choice("rope_type", rope["rope_type"], supported)
     # In configs of Gemma 3, transformers ignores the older name of rope_type.
     old_type = rope.get("type", rope_type)
     if old_type != rope_type:
@@ -86,7 +91,7 @@ def read_rope(
     else:
         compute = ROPE_INIT_FUNCTIONS[rope_type]
         with torch.device("cpu"):
-            inv_freq, attention_factor = compute(config, layer_type=layer_type)
+            inv_freq, attention_factor = compute(config, seq_len=length, layer_type=layer_type)
         spec = RopeSpec(tuple(inv_freq.tolist()), attention_factor)
     if not all(0.0 < value < math.inf for value in (*spec.inv_freq, spec.attention_factor)):
         raise ValueError(
@@ -96,10 +101,20 @@ def read_rope(
     return spec
 
 
-def read_max_len(config: PretrainedConfig) -> int:
-    """Return the number of valid positions. Some RoPE types extend max_position_embeddings."""
+def read_max_len(config: PretrainedConfig, max_model_len: int | None) -> int:
+    """Return the number of valid positions. Some RoPE types extend max_position_embeddings.
+
+    longrope divides frequencies by short factors up to the original length, and by long ones in
+    longer contexts. Keys of both kinds do not fit together, and a context may grow beyond the
+    original length. The option max_model_len therefore decides for all positions, as in vLLM. By
+    default, the limit is the original length.
+    """
     rope = _read_parameters(config)
-    max_len = config.max_position_embeddings  # llama3's includes the extension
+    max_len = config.max_position_embeddings  # llama3's and longrope's includes the extension
+    if rope["rope_type"] == "longrope":
+        original = rope["original_max_position_embeddings"]
+        if max_model_len is None or max_model_len <= original:
+            max_len = min(max_len, original)
     if rope["rope_type"] == "yarn":
         max_len = rope.get("original_max_position_embeddings", max_len)
     if rope["rope_type"] in ("linear", "yarn"):

@@ -26,7 +26,15 @@ from nanovllm.models.architectures import read_spec
 
 POOL = {"num_kvcache_blocks": 64, "kvcache_block_size": 4}
 FULL, SLIDING = "full_attention", "sliding_attention"
-NAMES = ["granite", "granite-untied", "olmo2", "olmo3", "smollm3-windows"]
+NAMES = [
+    "granite",
+    "granite-untied",
+    "olmo2",
+    "olmo3",
+    "phi3-window",
+    "phi4-mini",
+    "smollm3-windows",
+]
 
 
 def read(directory, config):
@@ -66,7 +74,7 @@ def test_logprobs_match_transformers(tmp_path, name):
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["granite", "olmo2", "smollm3"])
+@pytest.mark.parametrize("name", ["granite", "olmo2", "phi4-mini", "smollm3"])
 def test_the_engine_alone_serves_models_without_windows(tmp_path, name):
     oracle = make_family(tmp_path, name)
     engine = LLMEngine(Config(str(tmp_path), **POOL))

@@ -26,6 +26,8 @@ SHARDED = {
     "opt-350m",
     "opt-untied-narrow",
     "opt-no-biases",
+    "phi3-window",
+    "phi4-mini",
     "qwen3-moe",
     "qwen3-moe-mixed",
 }
@@ -77,6 +79,8 @@ def compute_logprobs(llm, prompt):
         ("granite-untied", torch.float16),
         ("olmo2", torch.bfloat16),
         ("olmo3", torch.float16),
+        ("phi4", torch.float16),
+        ("phi4-mini", torch.bfloat16),
         ("smollm3", torch.bfloat16),
     ],
 )
@@ -103,7 +107,7 @@ def test_opt_uses_all_learned_positions(tmp_path):
         LLM(tmp_path, max_model_len=257)
 
 
-@pytest.mark.parametrize("name", ["opt", "qwen3-moe-mixed", "gemma3", "olmo2"])
+@pytest.mark.parametrize("name", ["opt", "qwen3-moe-mixed", "gemma3", "olmo2", "phi4"])
 def test_dummy_weights_are_the_same_on_any_number_of_ranks(tmp_path, name):
     """Norms are 1 and biases 0."""
     make_family(tmp_path, name)
