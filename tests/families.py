@@ -99,6 +99,10 @@ FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "llama-3.1": (LlamaConfig, dict(rope_parameters=LLAMA3)),
     "llama-biases": (LlamaConfig, dict(attention_bias=True, mlp_bias=True)),
     "llama-dynamic": (LlamaConfig, dict(rope_parameters=DYNAMIC)),
+    "llama-longrope": (
+        LlamaConfig,
+        dict(head_dim=6, rope_parameters=dict(LONGROPE, original_max_position_embeddings=256)),
+    ),
     "llama-linear": (LlamaConfig, dict(rope_parameters=LINEAR)),
     "llama-yarn": (LlamaConfig, dict(rope_parameters=YARN)),
     "llama-yarn-scales": (LlamaConfig, dict(rope_parameters=YARN | YARN_SCALES)),

@@ -9,7 +9,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nanovllm.config import MAX_HEAD_DIM, MAX_SIZE
 from nanovllm.layers.rotary import RopeSpec
-from nanovllm.utils.checks import check_choice, check_int
+from nanovllm.utils.checks import check_choice, check_fraction, check_int
 
 ATTENTION_TYPES = ("full_attention", "sliding_attention")  # of layer_types
 _ROPE_TYPES = ("default", "dynamic", "linear", "yarn", "llama3")
@@ -71,12 +71,9 @@ def read_rope(
     Those of longrope depend on the `length` of contexts. Without it, longrope is not supported.
     """
     rope = _read_parameters(config, layer_type)
-    share = rope.get("partial_rotary_factor", 1.0)
-    is_unsupported = share != 1.0 and not allow_partial
-    if is_unsupported or any(isinstance(value, dict) for value in rope.values()):
-        raise ValueError(
-            "partial_rotary_factor and rope_parameters per layer type are not supported"
-        )
+    share = check_fraction("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0))
+    if share != 1.0 and not allow_partial:
+        raise ValueError(f"partial_rotary_factor={share} is not supported")
     supported = _ROPE_TYPES if length is None else (*_ROPE_TYPES, "longrope")
     rope_type = check_choice("rope_type", rope["rope_type"], supported)
     # In configs of Gemma 3, transformers ignores the older name of rope_type.
@@ -125,4 +122,6 @@ def read_max_len(config: PretrainedConfig, max_model_len: int | None) -> int:
 def _read_parameters(config: PretrainedConfig, layer_type: str | None = None) -> dict[str, Any]:
     """Return the rope_parameters that are set. null stands for the default."""
     given = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
+    if any(isinstance(value, dict) for value in given.values()):
+        raise ValueError("rope_parameters per layer type are not supported")
     return {name: value for name, value in given.items() if value is not None}
