@@ -6,6 +6,7 @@ file of its own. An unsupported feature is rejected with an error that names it,
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,6 +38,7 @@ from nanovllm.utils.checks import (
     check_number,
     check_supported,
     naming,
+    show,
 )
 
 Fields = Mapping[str, Any]  # of a spec, by their names
@@ -55,8 +57,7 @@ def read_spec(
     """
     path = Path(config.name_or_path or "", "config.json")
     with naming(path, Exception):  # an invalid value can raise anything
-        name = next(iter(config.architectures or ()), None)
-        family = ARCHITECTURES[check_choice("architectures[0]", name, tuple(ARCHITECTURES))]
+        family = _find_family(next(iter(config.architectures or ()), None))
         check_choice("dtype", str(dtype).removeprefix("torch."), DTYPES)
         check_supported(vars(config), **family.supported)
         read = {**_read_fields(config, family.spec, family.names), **family.fixed}
@@ -65,6 +66,16 @@ def read_spec(
         spec = family.spec(**{**read, **computed, "dtype": dtype, "quantization": quantized})
         _check_ranks(spec, family.names, num_ranks)
         return spec
+
+
+def _find_family(name: object) -> "Family":
+    if isinstance(name, str) and name in ARCHITECTURES:
+        return ARCHITECTURES[name]
+    nearest = get_close_matches(str(name), ARCHITECTURES, cutoff=0.0)
+    raise ValueError(
+        f"architectures[0]={show(name)} is not supported: the nearest supported ones are"
+        f" {', '.join(nearest)}, and nanovllm/models/README.md lists all"
+    )
 
 
 def _check_ranks(spec: ModelSpec, names: Mapping[str, str], num_ranks: int) -> None:

@@ -74,8 +74,14 @@ def test_invalid_configs_are_rejected(checkpoint, changes, complaint):
 @pytest.mark.parametrize(
     "family, changes, complaint",
     [
-        ("qwen3", {"architectures": ["GPT7"]}, "architectures.0. must be one of .*, not 'GPT7'"),
-        ("qwen3", {"architectures": None}, "architectures.0. must be one of .*, not None"),
+        (
+            "qwen3",
+            {"architectures": ["Qwen7ForCausalLM"]},
+            "architectures.0.='Qwen7ForCausalLM' is not supported: the nearest supported ones are"
+            " Qwen[23]ForCausalLM, Qwen[23]ForCausalLM, .* and nanovllm/models/README.md lists all",
+        ),
+        ("qwen3", {"architectures": None}, "architectures.0.=None is not supported"),
+        ("qwen3", {"architectures": [7]}, "architectures.0.=7 is not supported"),
         ("qwen3", {"model_type": "gpt7"}, "gpt7"),
         ("qwen3", {"rope_parameters": AXIAL}, "rope_type must be one of .* not 'axial'"),
         ("qwen3", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
