@@ -21,6 +21,8 @@ from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.features.speculation.costs import StepCosts
 from nanovllm.features.speculation.drafts import Drafts
+from nanovllm.kernels.cpu.fused_layers import FusedLayers
+from nanovllm.kernels.cpu.library import reason_unavailable
 from nanovllm.layers.attention import AttentionShape
 from nanovllm.layers.rotary import RopeSpec
 from nanovllm.models.architectures import read_spec
@@ -85,6 +87,17 @@ def test_the_engine_alone_serves_models_without_windows(tmp_path, name):
     while not engine.is_finished():
         outputs += engine.step()
     assert outputs[-1]["token_ids"] == oracle(prompt, 12)
+
+
+@pytest.mark.skipif(reason_unavailable(torch.float32) is not None, reason="no compiler")
+@pytest.mark.parametrize("name", ["granite", "phi4", "smollm3-windows"])
+def test_the_layers_are_those_of_one_cpp_call(tmp_path, name):
+    make_family(tmp_path, name)
+    llm = LLM(tmp_path, **POOL, device="cpu")
+    generate_ids(llm, [[1, 2, 3]], greedy(2))
+    layers = llm.executor.worker.model.model.layers
+    assert isinstance(layers, FusedLayers)
+    assert layers.structs is not None
 
 
 ORIGINAL_LEN = 64  # of longrope
