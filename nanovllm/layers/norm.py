@@ -54,5 +54,5 @@ class ParallelRMSNorm(RMSNorm):
         yield f"{name}.weight", Target(self.weight, 0, self.start, self.full_size)
 
     def mean_square(self, wide: Tensor) -> Tensor:
-        """Average over the ranks. If some have the same features, all are repeated as often."""
+        """Average the means of all ranks. If ranks share heads, every head counts as often."""
         return self.tp.all_reduce(super().mean_square(wide)) / self.tp.size

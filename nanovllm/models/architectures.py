@@ -183,9 +183,10 @@ def _compute_granite(config: PretrainedConfig, given: Fields) -> Fields:
 
 
 def _compute_smollm3(config: PretrainedConfig, given: Fields) -> Fields:
-    """Let layers without positions (NoPE) rotate by 0. no_rope_layers is 1 for layers with RoPE.
+    """Compute a second RoPE, which rotates by 0, for layers without positions (NoPE).
 
-    transformers applies windows without use_sliding_window in some of its attention backends only.
+    no_rope_layers is 1 for a layer with RoPE. Windows without use_sliding_window are rejected,
+    because only some attention functions of transformers apply them.
     """
     types = ATTENTION_TYPES if config.use_sliding_window else ("full_attention",)
     computed = _compute_decoder(config, given, types)

@@ -1,14 +1,15 @@
 """Granite 3: a decoder of Llama's structure with four constant factors.
 
-    x = embedding * e -> [ x + r * attention(norm(x)); x + r * mlp(norm(x)) ] per layer -> norm
-    scores of attention * a, logits / l
+    e * embedding -> [ x + r * attention(norm(x)); x + r * mlp(norm(x)) ] per layer -> norm -> hidden
+    scores of attention * a
+    logits / l
 
-This file computes y = x / r in place of x, and then the layers are those of decoder.py, in their
-optimized versions, too:
+Here the residual stream is y = x / r. The layers are then those of decoder.py, and their optimized
+versions apply:
 
-    y = embedding * (e / r) -> [ y + attention(norm(y)); y + mlp(norm(y)) ] per layer -> norm
+    e / r * embedding -> [ y + attention(norm(y)); y + mlp(norm(y)) ] per layer -> norm -> hidden
 
-A norm divides by sqrt(mean(x^2) + eps), so norm(y) is norm(x) if its eps is divided by r^2.
+A norm computes x / sqrt(mean(x^2) + eps). Its result for y is the same if eps is divided by r^2.
 
 Reference: the model cards of Granite 3.
 """
@@ -27,7 +28,7 @@ from nanovllm.models.spec import CausalLM
 
 @dataclass(frozen=True, kw_only=True)
 class GraniteSpec(DecoderSpec):
-    """A decoder with the factors e, r and l. The factor a is `scale`."""
+    """A decoder with the factors e, r and l. The factor a is the field `scale`."""
 
     embedding_multiplier: float
     residual_multiplier: float

@@ -1,9 +1,9 @@
-"""OLMo 2 and OLMo 3: a decoder whose norms follow the branches, and nothing precedes these.
+"""OLMo 2 and OLMo 3: a decoder with a norm after each branch, and none before it.
 
     embedding -> [ x + norm(attention(x)); x + norm(mlp(x)) ] per layer -> norm
 
 Queries and keys are normalized over all heads together. In OLMo 3, three of four layers attend to a
-window, which DecoderSpec describes.
+window, and only the others have a RoPE for longer contexts. DecoderSpec describes both.
 
 References: OLMo et al. 2024 (2 OLMo 2 Furious); the model cards of Olmo 3.
 """
