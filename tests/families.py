@@ -130,11 +130,11 @@ FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "phi3-window": (Phi3Config, dict(PHI4, sliding_window=8, num_key_value_heads=1)),
     "phi4": (Phi3Config, PHI4),
     "phi4-mini": (Phi3Config, PHI4_MINI),
+    "smollm3": (SmolLM3Config, SMOLLM3),
+    "smollm3-windows": (SmolLM3Config, dict(SMOLLM3_WINDOWS, tie_word_embeddings=False)),
     "qwen3-moe": (Qwen3MoeConfig, dict(EXPERTS, norm_topk_prob=True, intermediate_size=47)),
     "qwen3-moe-window": (Qwen3MoeConfig, dict(EXPERTS, **ALL_WINDOWS, norm_topk_prob=True)),
     "qwen3-moe-mixed": (Qwen3MoeConfig, dict(MIXED, tie_word_embeddings=False)),
-    "smollm3": (SmolLM3Config, SMOLLM3),
-    "smollm3-windows": (SmolLM3Config, dict(SMOLLM3_WINDOWS, tie_word_embeddings=False)),
 }
 
 

@@ -131,6 +131,20 @@ def _compute_decoder(
     }
 
 
+def _compute_by_layer_type(config: PretrainedConfig, given: Fields) -> dict[str, Any]:
+    """Compute a RoPE for each type of layer. max_position_embeddings includes the extension."""
+    head_dim = read_head_dim(config)
+    windows = read_windows(config, given["max_len"])
+    types = list(dict.fromkeys(config.layer_types))
+    return {
+        "head_dim": head_dim,
+        "ropes": tuple(read_rope(config, head_dim, layer_type) for layer_type in types),
+        "rope_indices": tuple(map(types.index, config.layer_types)),
+        "windows": windows,
+        "scale": head_dim**-0.5,
+    }
+
+
 def _compute_moe(config: PretrainedConfig, given: Fields) -> Fields:
     sparse_step = check_int("decoder_sparse_step", config.decoder_sparse_step, 1, MAX_SIZE)
     dense_layers = frozenset(
@@ -154,24 +168,6 @@ def _compute_qwen3_5(config: PretrainedConfig, given: Fields) -> Fields:
     return {**computed, "attention_layers": frozenset(layers)}
 
 
-def _compute_phi3(config: PretrainedConfig, given: Fields) -> Fields:
-    return _compute_decoder(config, given, allow_partial_rope=True)
-
-
-def _compute_by_layer_type(config: PretrainedConfig, given: Fields) -> dict[str, Any]:
-    """Compute a RoPE for each type of layer. max_position_embeddings includes the extension."""
-    head_dim = read_head_dim(config)
-    windows = read_windows(config, given["max_len"])
-    types = list(dict.fromkeys(config.layer_types))
-    return {
-        "head_dim": head_dim,
-        "ropes": tuple(read_rope(config, head_dim, layer_type) for layer_type in types),
-        "rope_indices": tuple(map(types.index, config.layer_types)),
-        "windows": windows,
-        "scale": head_dim**-0.5,
-    }
-
-
 def _compute_gemma3(config: PretrainedConfig, given: Fields) -> Fields:
     scalar = config.query_pre_attn_scalar
     check_number("query_pre_attn_scalar", scalar, low=0.0, open_low=True)
@@ -180,6 +176,10 @@ def _compute_gemma3(config: PretrainedConfig, given: Fields) -> Fields:
 
 def _compute_granite(config: PretrainedConfig, given: Fields) -> Fields:
     return {**_compute_decoder(config, given), "scale": given["scale"]}
+
+
+def _compute_phi3(config: PretrainedConfig, given: Fields) -> Fields:
+    return _compute_decoder(config, given, allow_partial_rope=True)
 
 
 def _compute_smollm3(config: PretrainedConfig, given: Fields) -> Fields:
@@ -239,14 +239,6 @@ _DECODER = {
     "norm_eps": "rms_norm_eps",
 }
 _WITH_BIASES = {**_DECODER, "qkv_bias": "attention_bias", "o_bias": "attention_bias"}
-_LLAMA = {**_WITH_BIASES, "mlp_bias": "mlp_bias"}
-_GRANITE = {
-    **_LLAMA,
-    "scale": "attention_multiplier",
-    "embedding_multiplier": "embedding_multiplier",
-    "residual_multiplier": "residual_multiplier",
-    "logits_scaling": "logits_scaling",
-}
 _MOE = {
     **_WITH_BIASES,
     "num_experts": "num_experts",
@@ -261,6 +253,14 @@ _DELTA = {
     "key_dim": "linear_key_head_dim",
     "value_dim": "linear_value_head_dim",
     "conv_size": "linear_conv_kernel_dim",
+}
+_LLAMA = {**_WITH_BIASES, "mlp_bias": "mlp_bias"}
+_GRANITE = {
+    **_LLAMA,
+    "scale": "attention_multiplier",
+    "embedding_multiplier": "embedding_multiplier",
+    "residual_multiplier": "residual_multiplier",
+    "logits_scaling": "logits_scaling",
 }
 _OPT = {
     **_SIZES,
