@@ -5,14 +5,19 @@ from typing import Any
 from conftest import Oracle, make_checkpoint
 from transformers import (
     Gemma3TextConfig,
+    GraniteConfig,
     LlamaConfig,
     MinistralConfig,
     MistralConfig,
+    Olmo2Config,
+    Olmo3Config,
     OPTConfig,
+    Phi3Config,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SmolLM3Config,
 )
 
 LLAMA3 = dict(
@@ -26,6 +31,13 @@ LLAMA3 = dict(
 LINEAR = dict(rope_type="linear", rope_theta=1e4, factor=4.0)
 YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64)
 YARN_SCALES = dict(beta_fast=16.0, truncate=False, mscale=0.7, mscale_all_dim=0.3)
+LONGROPE = dict(
+    rope_type="longrope",
+    rope_theta=1e4,
+    original_max_position_embeddings=64,
+    short_factor=[1.0, 1.1, 1.3],
+    long_factor=[1.5, 3.0, 5.0],
+)
 DYNAMIC = dict(rope_type="dynamic", rope_theta=100.0, factor=2.0)
 UNUSED_WINDOW = dict(use_sliding_window=False, sliding_window=8, max_window_layers=1)
 ALL_WINDOWS = dict(use_sliding_window=True, sliding_window=8, max_window_layers=0)
@@ -51,6 +63,29 @@ GEMMA3_UNTIED = dict(
     attention_bias=True,
     tie_word_embeddings=False,
 )
+GRANITE = dict(
+    embedding_multiplier=0.7,
+    attention_multiplier=0.1,
+    residual_multiplier=0.6,
+    logits_scaling=5.0,
+    rms_norm_eps=0.1,  # not negligible
+)
+OLMO3 = dict(
+    num_hidden_layers=4,  # layer 3 attends to the whole context
+    sliding_window=8,
+    rope_parameters={
+        "full_attention": YARN,
+        "sliding_attention": dict(rope_type="default", rope_theta=1e4),
+    },
+)
+PHI4 = dict(head_dim=8, tie_word_embeddings=False)
+PHI4_MINI = dict(
+    head_dim=8,
+    original_max_position_embeddings=256,
+    rope_parameters=dict(LONGROPE, partial_rotary_factor=0.75),
+)
+SMOLLM3 = dict(num_hidden_layers=4, no_rope_layer_interval=2)
+SMOLLM3_WINDOWS = dict(SMOLLM3, use_sliding_window=True, sliding_window=8)
 OPT = dict(ffn_dim=40)
 EXPERTS = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24)
 MIXED = dict(EXPERTS, num_hidden_layers=4, decoder_sparse_step=2, mlp_only_layers=[3])
@@ -64,6 +99,10 @@ FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "llama-3.1": (LlamaConfig, dict(rope_parameters=LLAMA3)),
     "llama-biases": (LlamaConfig, dict(attention_bias=True, mlp_bias=True)),
     "llama-dynamic": (LlamaConfig, dict(rope_parameters=DYNAMIC)),
+    "llama-longrope": (
+        LlamaConfig,
+        dict(head_dim=6, rope_parameters=dict(LONGROPE, original_max_position_embeddings=256)),
+    ),
     "llama-linear": (LlamaConfig, dict(rope_parameters=LINEAR)),
     "llama-yarn": (LlamaConfig, dict(rope_parameters=YARN)),
     "llama-yarn-scales": (LlamaConfig, dict(rope_parameters=YARN | YARN_SCALES)),
@@ -75,11 +114,24 @@ FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "ministral-windows": (MinistralConfig, dict(sliding_window=13, layer_types=MIXED_WINDOWS)),
     "gemma3": (Gemma3TextConfig, GEMMA3),
     "gemma3-untied": (Gemma3TextConfig, GEMMA3_UNTIED),
+    "granite": (GraniteConfig, GRANITE),
+    "granite-untied": (
+        GraniteConfig,
+        dict(GRANITE, tie_word_embeddings=False, attention_bias=True, mlp_bias=True),
+    ),
+    "olmo2": (Olmo2Config, dict(tie_word_embeddings=False)),
+    "olmo2-one-kv-head": (Olmo2Config, dict(num_key_value_heads=1, attention_bias=True)),
+    "olmo3": (Olmo3Config, OLMO3),
     "opt": (OPTConfig, OPT),
     "opt-350m": (OPTConfig, dict(OPT, do_layer_norm_before=False, word_embed_proj_dim=24)),
     "opt-untied-narrow": (OPTConfig, dict(OPT, tie_word_embeddings=False, word_embed_proj_dim=24)),
     "opt-no-biases": (OPTConfig, dict(OPT, enable_bias=False, layer_norm_elementwise_affine=False)),
     "opt-no-final-norm": (OPTConfig, dict(OPT, _remove_final_layer_norm=True)),
+    "phi3-window": (Phi3Config, dict(PHI4, sliding_window=8, num_key_value_heads=1)),
+    "phi4": (Phi3Config, PHI4),
+    "phi4-mini": (Phi3Config, PHI4_MINI),
+    "smollm3": (SmolLM3Config, SMOLLM3),
+    "smollm3-windows": (SmolLM3Config, dict(SMOLLM3_WINDOWS, tie_word_embeddings=False)),
     "qwen3-moe": (Qwen3MoeConfig, dict(EXPERTS, norm_topk_prob=True, intermediate_size=47)),
     "qwen3-moe-window": (Qwen3MoeConfig, dict(EXPERTS, **ALL_WINDOWS, norm_topk_prob=True)),
     "qwen3-moe-mixed": (Qwen3MoeConfig, dict(MIXED, tie_word_embeddings=False)),

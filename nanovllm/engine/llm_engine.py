@@ -58,8 +58,13 @@ class LLMEngine:
     def __init__(self, config: Config) -> None:
         self.config = config
         checkpoint = Checkpoint.open(config)
-        num_ranks = config.tensor_parallel_size
-        spec = read_spec(checkpoint.hf_config, checkpoint.dtype, num_ranks, config.quantization)
+        spec = read_spec(
+            checkpoint.hf_config,
+            checkpoint.dtype,
+            num_ranks=config.tensor_parallel_size,
+            quantization=config.quantization,
+            max_model_len=config.max_model_len,
+        )
         self.check_features(spec)
         self.tokenizer = checkpoint.tokenizer
         # Ids above the vocabulary cannot be sampled.

@@ -1,7 +1,12 @@
 """RMSNorm (Zhang and Sennrich, 2019)."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
+
+from nanovllm.layers.linear import Target
+from nanovllm.layers.tensor_parallel import TensorParallel
 
 
 class RMSNorm(nn.Module):
@@ -18,7 +23,10 @@ class RMSNorm(nn.Module):
     def normalize(self, x: Tensor) -> Tensor:
         """Compute x / rms(x) in float32."""
         wide = x.float()
-        return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return wide * torch.rsqrt(self.mean_square(wide) + self.eps)
+
+    def mean_square(self, wide: Tensor) -> Tensor:
+        return wide.square().mean(-1, keepdim=True)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.weight * self.normalize(x).to(x.dtype)
@@ -29,3 +37,22 @@ class ZeroCenteredRMSNorm(RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         return (self.normalize(x) * (1.0 + self.weight.float())).to(x.dtype)
+
+
+class ParallelRMSNorm(RMSNorm):
+    """RMSNorm over features that are sharded over the ranks in whole units, such as heads."""
+
+    def __init__(
+        self, size: int, eps: float, dtype: torch.dtype, tp: TensorParallel, unit: int
+    ) -> None:
+        shard_size, self.start = tp.divide(size, unit)
+        super().__init__(shard_size, eps, dtype)
+        self.tp = tp
+        self.full_size = size
+
+    def targets(self, name: str) -> Iterator[tuple[str, Target]]:
+        yield f"{name}.weight", Target(self.weight, 0, self.start, self.full_size)
+
+    def mean_square(self, wide: Tensor) -> Tensor:
+        """Average the means of all ranks. If ranks share heads, every head counts as often."""
+        return self.tp.all_reduce(super().mean_square(wide)) / self.tp.size

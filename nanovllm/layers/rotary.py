@@ -1,8 +1,9 @@
 """Rotary position embedding (RoPE, Su et al. 2021).
 
 Dimension pair i of a head is rotated by position * inv_freq[i], so that the score of a query and a
-key depends on their distance. The variants for longer contexts ("linear", "yarn", "llama3") differ
-only in these frequencies and in a factor on cos and sin.
+key depends on their distance. The variants for longer contexts ("linear", "yarn", "llama3",
+"longrope") differ only in these frequencies and in a factor on cos and sin. Frequencies of 0 rotate
+nothing.
 """
 
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ class RopeSpec:
     """Frequencies and scale of one RoPE variant."""
 
     inv_freq: tuple[float, ...]  # [head_dim / 2], radians per position, each a float32
-    attention_factor: float = 1.0  # YaRN's factor on cos and sin
+    attention_factor: float = 1.0  # factor of YaRN and longrope on cos and sin
 
     @classmethod
     def from_base(cls, theta: float, head_dim: int) -> "RopeSpec":

@@ -1,8 +1,10 @@
 """Computes: the models, in plain PyTorch.
 
-decoder.py           Qwen3, Qwen2, Llama and Mistral
+decoder.py           Llama, Mistral, Phi-4, Qwen2, Qwen3 and SmolLM3
 gemma3.py            Gemma 3
+granite.py           Granite 3
 moe.py               experts (Qwen3-MoE)
+olmo.py              OLMo 2 and OLMo 3
 qwen3_5.py           layers with recurrent states
 opt.py               OPT
 spec.py              the interface between the worker and a model

@@ -6,6 +6,7 @@ file of its own. An unsupported feature is rejected with an error that names it,
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from transformers import PretrainedConfig
 
 from nanovllm.checkpoints.quantization import read_quantization
 from nanovllm.config import DTYPES, MAX_LAYERS, MAX_SIZE
+from nanovllm.layers.rotary import RopeSpec
 from nanovllm.models.attention_fields import (
     ATTENTION_TYPES,
     check_multiple,
@@ -24,7 +26,9 @@ from nanovllm.models.attention_fields import (
 )
 from nanovllm.models.decoder import DecoderSpec
 from nanovllm.models.gemma3 import Gemma3Spec
+from nanovllm.models.granite import GraniteSpec
 from nanovllm.models.moe import MoESpec
+from nanovllm.models.olmo import OlmoSpec
 from nanovllm.models.opt import OPTSpec
 from nanovllm.models.qwen3_5 import Qwen35Spec
 from nanovllm.models.spec import ModelSpec
@@ -34,6 +38,7 @@ from nanovllm.utils.checks import (
     check_number,
     check_supported,
     naming,
+    show,
 )
 
 Fields = Mapping[str, Any]  # of a spec, by their names
@@ -44,23 +49,33 @@ def read_spec(
     dtype: torch.dtype,
     num_ranks: int,
     quantization: str | None = None,
+    max_model_len: int | None = None,
 ) -> ModelSpec:
-    """Convert a config from `read_config`.
+    """Convert a config from `read_config`. `quantization` and `max_model_len` are options.
 
     Raises ValueError if the model is not supported, or cannot be sharded over `num_ranks`.
     """
     path = Path(config.name_or_path or "", "config.json")
     with naming(path, Exception):  # an invalid value can raise anything
-        name = next(iter(config.architectures or ()), None)
-        family = ARCHITECTURES[check_choice("architectures[0]", name, tuple(ARCHITECTURES))]
+        family = _find_family(next(iter(config.architectures or ()), None))
         check_choice("dtype", str(dtype).removeprefix("torch."), DTYPES)
         check_supported(vars(config), **family.supported)
         read = {**_read_fields(config, family.spec, family.names), **family.fixed}
-        computed = family.compute(config, read)
+        computed = family.compute(config, {**read, "max_model_len": max_model_len})
         quantized = read_quantization(config, quantization)
         spec = family.spec(**{**read, **computed, "dtype": dtype, "quantization": quantized})
         _check_ranks(spec, family.names, num_ranks)
         return spec
+
+
+def _find_family(name: object) -> "Family":
+    if isinstance(name, str) and name in ARCHITECTURES:
+        return ARCHITECTURES[name]
+    nearest = get_close_matches(str(name), ARCHITECTURES, cutoff=0.0)
+    raise ValueError(
+        f"architectures[0]={show(name)} is not supported: the nearest supported ones are"
+        f" {', '.join(nearest)}, and nanovllm/models/README.md lists all"
+    )
 
 
 def _check_ranks(spec: ModelSpec, names: Mapping[str, str], num_ranks: int) -> None:
@@ -104,8 +119,8 @@ def _compute_decoder(
 ) -> dict[str, Any]:
     """Compute what all decoders have. `layer_types` are those that the spec can make."""
     head_dim = read_head_dim(config)
-    rope = read_rope(config, head_dim, allow_partial=allow_partial_rope)
-    max_len = read_max_len(config)
+    max_len = read_max_len(config, given["max_model_len"])
+    rope = read_rope(config, head_dim, allow_partial=allow_partial_rope, length=max_len)
     return {
         "head_dim": head_dim,
         "ropes": (rope,),
@@ -113,6 +128,20 @@ def _compute_decoder(
         "windows": read_windows(config, max_len, layer_types),
         "scale": head_dim**-0.5,
         "max_len": max_len,
+    }
+
+
+def _compute_by_layer_type(config: PretrainedConfig, given: Fields) -> dict[str, Any]:
+    """Compute a RoPE for each type of layer. max_position_embeddings includes the extension."""
+    head_dim = read_head_dim(config)
+    windows = read_windows(config, given["max_len"])
+    types = list(dict.fromkeys(config.layer_types))
+    return {
+        "head_dim": head_dim,
+        "ropes": tuple(read_rope(config, head_dim, layer_type) for layer_type in types),
+        "rope_indices": tuple(map(types.index, config.layer_types)),
+        "windows": windows,
+        "scale": head_dim**-0.5,
     }
 
 
@@ -140,19 +169,33 @@ def _compute_qwen3_5(config: PretrainedConfig, given: Fields) -> Fields:
 
 
 def _compute_gemma3(config: PretrainedConfig, given: Fields) -> Fields:
-    """Compute a RoPE for each type of layer. max_position_embeddings includes the extension."""
     scalar = config.query_pre_attn_scalar
     check_number("query_pre_attn_scalar", scalar, low=0.0, open_low=True)
-    head_dim = read_head_dim(config)
-    windows = read_windows(config, given["max_len"])
-    types = list(dict.fromkeys(config.layer_types))
-    return {
-        "head_dim": head_dim,
-        "ropes": tuple(read_rope(config, head_dim, layer_type) for layer_type in types),
-        "rope_indices": tuple(map(types.index, config.layer_types)),
-        "windows": windows,
-        "scale": scalar**-0.5,
-    }
+    return {**_compute_by_layer_type(config, given), "scale": scalar**-0.5}
+
+
+def _compute_granite(config: PretrainedConfig, given: Fields) -> Fields:
+    return {**_compute_decoder(config, given), "scale": given["scale"]}
+
+
+def _compute_phi3(config: PretrainedConfig, given: Fields) -> Fields:
+    return _compute_decoder(config, given, allow_partial_rope=True)
+
+
+def _compute_smollm3(config: PretrainedConfig, given: Fields) -> Fields:
+    """Compute a second RoPE, which rotates by 0, for layers without positions (NoPE).
+
+    no_rope_layers is 1 for a layer with RoPE. Windows without use_sliding_window are rejected,
+    because only some attention functions of transformers apply them.
+    """
+    types = ATTENTION_TYPES if config.use_sliding_window else ("full_attention",)
+    computed = _compute_decoder(config, given, types)
+    (rope,) = computed["ropes"]
+    no_rope = RopeSpec((0.0,) * len(rope.inv_freq))
+    indices = tuple(0 if has_rope else 1 for has_rope in config.no_rope_layers)
+    if len(indices) < given["num_layers"]:
+        raise ValueError(f"no_rope_layers={config.no_rope_layers} must have a value for each layer")
+    return {**computed, "ropes": (rope, no_rope), "rope_indices": indices}
 
 
 def _compute_opt(config: PretrainedConfig, given: Fields) -> Fields:
@@ -174,7 +217,7 @@ class Family(NamedTuple):
     spec: type[ModelSpec]
     names: Mapping[str, str]  # fields that config.json has, with their names there
     fixed: Mapping[str, Any] = {}  # fields that are the same in all models of the family
-    # The other fields, from config.json and the fields of `names` and `fixed`.
+    # The other fields, from config.json, the fields of `names` and `fixed`, and max_model_len.
     compute: Callable[[PretrainedConfig, Fields], Fields] = _compute_decoder
     # Fields of config.json that must have one of these values.
     supported: Mapping[str, tuple[object, ...]] = {"hidden_act": ("silu",)}
@@ -211,6 +254,14 @@ _DELTA = {
     "value_dim": "linear_value_head_dim",
     "conv_size": "linear_conv_kernel_dim",
 }
+_LLAMA = {**_WITH_BIASES, "mlp_bias": "mlp_bias"}
+_GRANITE = {
+    **_LLAMA,
+    "scale": "attention_multiplier",
+    "embedding_multiplier": "embedding_multiplier",
+    "residual_multiplier": "residual_multiplier",
+    "logits_scaling": "logits_scaling",
+}
 _OPT = {
     **_SIZES,
     "embedding_size": "word_embed_proj_dim",
@@ -220,6 +271,7 @@ _OPT = {
     "bias": "enable_bias",
 }
 _NORMED = {"qk_norm": True}
+_FUSED = {"qkv_names": ("qkv_proj",) * 3, "gate_up_names": ("gate_up_proj",) * 2}
 _GEMMA3 = Family(
     Gemma3Spec,
     _WITH_BIASES,
@@ -237,18 +289,23 @@ _QWEN3_5 = Family(Qwen35Spec, _DELTA, _NORMED, _compute_qwen3_5)
 ARCHITECTURES = {
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": _GEMMA3,
-    "LlamaForCausalLM": Family(DecoderSpec, {**_WITH_BIASES, "mlp_bias": "mlp_bias"}),
+    "GraniteForCausalLM": Family(GraniteSpec, _GRANITE, compute=_compute_granite),
+    "LlamaForCausalLM": Family(DecoderSpec, _LLAMA),
     "MistralForCausalLM": Family(DecoderSpec, _DECODER),
     "MinistralForCausalLM": Family(DecoderSpec, _DECODER),
+    "Olmo2ForCausalLM": Family(OlmoSpec, _WITH_BIASES),
+    "Olmo3ForCausalLM": Family(OlmoSpec, _WITH_BIASES, compute=_compute_by_layer_type),
     "OPTForCausalLM": Family(
         OPTSpec,
         _OPT,
         compute=_compute_opt,
         supported={"activation_function": ("relu",)},
     ),
+    "Phi3ForCausalLM": Family(DecoderSpec, _DECODER, _FUSED, _compute_phi3),
     "Qwen2ForCausalLM": Family(DecoderSpec, _DECODER, {"qkv_bias": True}),
     "Qwen3ForCausalLM": Family(DecoderSpec, _WITH_BIASES, _NORMED),
     "Qwen3MoeForCausalLM": Family(MoESpec, _MOE, _NORMED, _compute_moe),
     "Qwen3_5ForCausalLM": _QWEN3_5,
     "Qwen3_5ForConditionalGeneration": _QWEN3_5,
+    "SmolLM3ForCausalLM": Family(DecoderSpec, _LLAMA, compute=_compute_smollm3),
 }

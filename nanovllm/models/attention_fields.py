@@ -9,7 +9,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nanovllm.config import MAX_HEAD_DIM, MAX_SIZE
 from nanovllm.layers.rotary import RopeSpec
-from nanovllm.utils.checks import check_choice, check_int
+from nanovllm.utils.checks import check_choice, check_fraction, check_int
 
 ATTENTION_TYPES = ("full_attention", "sliding_attention")  # of layer_types
 _ROPE_TYPES = ("default", "dynamic", "linear", "yarn", "llama3")
@@ -64,16 +64,18 @@ def read_rope(
     head_dim: int,
     layer_type: str | None = None,
     allow_partial: bool = False,
+    length: int | None = None,
 ) -> RopeSpec:
-    """Return the frequencies, which transformers computes. They can differ by `layer_type`."""
+    """Return the frequencies, which transformers computes. They can differ by `layer_type`.
+
+    Those of longrope depend on the `length` of contexts. Without it, longrope is not supported.
+    """
     rope = _read_parameters(config, layer_type)
-    share = rope.get("partial_rotary_factor", 1.0)
-    is_unsupported = share != 1.0 and not allow_partial
-    if is_unsupported or any(isinstance(value, dict) for value in rope.values()):
-        raise ValueError(
-            "partial_rotary_factor and rope_parameters per layer type are not supported"
-        )
-    rope_type = check_choice("rope_type", rope["rope_type"], _ROPE_TYPES)
+    share = check_fraction("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0))
+    if share != 1.0 and not allow_partial:
+        raise ValueError(f"partial_rotary_factor={share} is not supported")
+    supported = _ROPE_TYPES if length is None else (*_ROPE_TYPES, "longrope")
+    rope_type = check_choice("rope_type", rope["rope_type"], supported)
     # In configs of Gemma 3, transformers ignores the older name of rope_type.
     old_type = rope.get("type", rope_type)
     if old_type != rope_type:
@@ -86,7 +88,7 @@ def read_rope(
     else:
         compute = ROPE_INIT_FUNCTIONS[rope_type]
         with torch.device("cpu"):
-            inv_freq, attention_factor = compute(config, layer_type=layer_type)
+            inv_freq, attention_factor = compute(config, seq_len=length, layer_type=layer_type)
         spec = RopeSpec(tuple(inv_freq.tolist()), attention_factor)
     if not all(0.0 < value < math.inf for value in (*spec.inv_freq, spec.attention_factor)):
         raise ValueError(
@@ -96,10 +98,20 @@ def read_rope(
     return spec
 
 
-def read_max_len(config: PretrainedConfig) -> int:
-    """Return the number of valid positions. Some RoPE types extend max_position_embeddings."""
+def read_max_len(config: PretrainedConfig, max_model_len: int | None) -> int:
+    """Return the number of valid positions. Some RoPE types extend max_position_embeddings.
+
+    longrope divides frequencies by short factors up to the original length, and by long ones in
+    longer contexts. Keys of both kinds do not fit together, and a context may grow beyond the
+    original length. The option max_model_len therefore decides for all positions, as in vLLM. By
+    default, the limit is the original length.
+    """
     rope = _read_parameters(config)
-    max_len = config.max_position_embeddings  # llama3's includes the extension
+    max_len = config.max_position_embeddings  # llama3's and longrope's includes the extension
+    if rope["rope_type"] == "longrope":
+        original = rope["original_max_position_embeddings"]
+        if max_model_len is None or max_model_len <= original:
+            max_len = min(max_len, original)
     if rope["rope_type"] == "yarn":
         max_len = rope.get("original_max_position_embeddings", max_len)
     if rope["rope_type"] in ("linear", "yarn"):
@@ -110,4 +122,6 @@ def read_max_len(config: PretrainedConfig) -> int:
 def _read_parameters(config: PretrainedConfig, layer_type: str | None = None) -> dict[str, Any]:
     """Return the rope_parameters that are set. null stands for the default."""
     given = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
+    if any(isinstance(value, dict) for value in given.values()):
+        raise ValueError("rope_parameters per layer type are not supported")
     return {name: value for name, value in given.items() if value is not None}

@@ -39,6 +39,9 @@ class DecoderSpec(ModelSpec):
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
+    # Tensors of the checkpoint. Parts with the same name are consecutive rows of one tensor.
+    qkv_names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    gate_up_names: tuple[str, ...] = ("gate_proj", "up_proj")
 
     def attention_shape(self, layer: int) -> AttentionShape | None:
         sizes = (self.num_heads, self.num_kv_heads, self.head_dim)
@@ -72,13 +75,10 @@ class Attention(nn.Module):
         self.backend = backend
         total_q_size = shape.num_heads * shape.head_dim  # on all ranks together
         total_kv_size = shape.num_kv_heads * shape.head_dim
+        sizes = (self.NUM_QUERY_PARTS * total_q_size, total_kv_size, total_kv_size)
         self.qkv_proj = ColumnParallelLinear(
             spec.hidden_size,
-            [
-                ("q_proj", self.NUM_QUERY_PARTS * total_q_size),
-                ("k_proj", total_kv_size),
-                ("v_proj", total_kv_size),
-            ],
+            list(zip(spec.qkv_names, sizes)),
             bias=spec.qkv_bias,
             dtype=spec.dtype,
             tp=tp,
@@ -132,7 +132,7 @@ class MLP(nn.Module):
     def __init__(self, spec: DecoderSpec, tp: TensorParallel) -> None:
         super().__init__()
         hidden_size, width = spec.hidden_size, spec.intermediate_size
-        parts = [("gate_proj", width), ("up_proj", width)]
+        parts = [(name, width) for name in spec.gate_up_names]
         self.gate_up_proj = ColumnParallelLinear(hidden_size, parts, spec.mlp_bias, spec.dtype, tp)
         self.down_proj = RowParallelLinear(width, hidden_size, spec.mlp_bias, spec.dtype, tp)
 

@@ -30,7 +30,7 @@ SIZES = (
     "num_key_value_heads",
     "max_position_embeddings",
 )
-LONGROPE = dict(rope_type="longrope", short_factor=[1.0] * 8, long_factor=[2.0] * 8, factor=2.0)
+AXIAL = dict(rope_type="axial", rope_theta=1e4)
 PARTIAL = dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)
 CHUNKED = ["full_attention", "chunked_attention"]
 INF, NAN = float("inf"), float("nan")
@@ -74,10 +74,16 @@ def test_invalid_configs_are_rejected(checkpoint, changes, complaint):
 @pytest.mark.parametrize(
     "family, changes, complaint",
     [
-        ("qwen3", {"architectures": ["GPT7"]}, "architectures.0. must be one of .*, not 'GPT7'"),
-        ("qwen3", {"architectures": None}, "architectures.0. must be one of .*, not None"),
+        (
+            "qwen3",
+            {"architectures": ["Qwen7ForCausalLM"]},
+            "architectures.0.='Qwen7ForCausalLM' is not supported: the nearest supported ones are"
+            " Qwen[23]ForCausalLM, Qwen[23]ForCausalLM, .* and nanovllm/models/README.md lists all",
+        ),
+        ("qwen3", {"architectures": None}, "architectures.0.=None is not supported"),
+        ("qwen3", {"architectures": [7]}, "architectures.0.=7 is not supported"),
         ("qwen3", {"model_type": "gpt7"}, "gpt7"),
-        ("qwen3", {"rope_parameters": LONGROPE}, "longrope"),
+        ("qwen3", {"rope_parameters": AXIAL}, "rope_type must be one of .* not 'axial'"),
         ("qwen3", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ("qwen3", {"dtype": "float8_e4m3fn"}, "dtype must be one of .*float8_e4m3fn"),
         ("qwen3", {"hidden_act": "gelu"}, "hidden_act must be one of 'silu'"),

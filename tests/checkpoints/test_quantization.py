@@ -206,6 +206,18 @@ def test_codes_of_a_checkpoint_are_kept(checkpoint, tmp_path, name, enable_kerne
     assert tokens_of(tmp_path, enable_kernels=enable_kernels) == expected
 
 
+@pytest.mark.parametrize("name", ["gptq", "awq", "compressed"])
+def test_codes_of_fused_projections_are_kept(tmp_path, name):
+    """One tensor has the rows of q_proj, k_proj and v_proj, and another those of gate and up."""
+    model = make_family(tmp_path, "phi4", **SIZES).model
+    settings, make_parts, scheme, options = FORMATS[name]
+    dequantized = convert(tmp_path, settings, make_parts, scheme, **options)
+    assert len(dequantized) == 8
+    expected = oracle_tokens(model, dequantized)
+    assert tokens_of(tmp_path) == expected
+    assert tokens_of(tmp_path, tensor_parallel_size=2) == expected
+
+
 @pytest.mark.parametrize("desc_act", [False, True])
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("bits", [4, 8])
@@ -321,7 +333,7 @@ def test_ranks_read_their_shards(tmp_path, name):
     assert tokens_of(tmp_path, tensor_parallel_size=2) == tokens_of(tmp_path)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3", "opt", "opt-350m", "qwen3-moe"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "opt", "opt-350m", "phi4", "qwen3-moe"])
 @pytest.mark.parametrize("option", ["int8", "int4"])
 @pytest.mark.parametrize("enable_kernels", [True, False])
 def test_weights_are_quantized_while_loading(tmp_path, family, option, enable_kernels):

@@ -21,9 +21,13 @@ SHARDED = {
     "llama-biases",
     "gemma3",
     "gemma3-untied",
+    "olmo2",
+    "olmo2-one-kv-head",
     "opt-350m",
     "opt-untied-narrow",
     "opt-no-biases",
+    "phi3-window",
+    "phi4-mini",
     "qwen3-moe",
     "qwen3-moe-mixed",
 }
@@ -68,6 +72,13 @@ def compute_logprobs(llm, prompt):
         ("llama-biases", torch.bfloat16),
         ("gemma3", torch.bfloat16),
         ("ministral-windows", torch.bfloat16),
+        ("granite", torch.bfloat16),
+        ("granite-untied", torch.float16),
+        ("olmo2", torch.bfloat16),
+        ("olmo3", torch.float16),
+        ("phi4", torch.float16),
+        ("phi4-mini", torch.bfloat16),
+        ("smollm3", torch.bfloat16),
         ("opt-350m", torch.bfloat16),
         ("opt-untied-narrow", torch.float16),
         ("qwen3-moe", torch.bfloat16),
@@ -96,7 +107,7 @@ def test_opt_uses_all_learned_positions(tmp_path):
         LLM(tmp_path, max_model_len=257)
 
 
-@pytest.mark.parametrize("name", ["opt", "qwen3-moe-mixed", "gemma3"])
+@pytest.mark.parametrize("name", ["opt", "qwen3-moe-mixed", "gemma3", "olmo2", "phi4"])
 def test_dummy_weights_are_the_same_on_any_number_of_ranks(tmp_path, name):
     """Norms are 1 and biases 0."""
     make_family(tmp_path, name)

@@ -1,0 +1,370 @@
+"""SmolLM3, Granite, OLMo and Phi: log probabilities, options, released configs and rejections."""
+
+import json
+
+import pytest
+import torch
+from conftest import (
+    VOCAB_SIZE,
+    check_invariants,
+    edit_config,
+    find_extension,
+    generate_ids,
+    greedy,
+    random_prompt,
+)
+from families import PHI4_MINI, YARN, make_family
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.checkpoints.checkpoint import read_config
+from nanovllm.config import Config
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.features.speculation.costs import StepCosts
+from nanovllm.features.speculation.drafts import Drafts
+from nanovllm.kernels.cpu.fused_layers import FusedLayers
+from nanovllm.kernels.cpu.library import reason_unavailable
+from nanovllm.layers.attention import AttentionShape
+from nanovllm.layers.rotary import RopeSpec
+from nanovllm.models.architectures import read_spec
+
+POOL = {"num_kvcache_blocks": 64, "kvcache_block_size": 4}
+FULL, SLIDING = "full_attention", "sliding_attention"
+NAMES = [
+    "granite",
+    "granite-untied",
+    "olmo2",
+    "olmo3",
+    "phi3-window",
+    "phi4-mini",
+    "smollm3-windows",
+]
+
+
+def read(directory, config, **options):
+    (directory / "config.json").write_text(json.dumps(config))
+    return read_spec(read_config(directory), torch.bfloat16, num_ranks=1, **options)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_options_change_no_token(tmp_path, name):
+    """Plain torch, drafts, and whole prompts."""
+    oracle = make_family(tmp_path, name)
+    prompts = [random_prompt(length, length) for length in (1, 9, 40)]
+    prompts.append([5, 6, 7] * 20)
+    expected = [oracle(prompt, 20) for prompt in prompts]
+    for with_kernels in (False, True):
+        options = {"num_speculative_tokens": 4, "enable_chunked_prefill": False}
+        llm = LLM(tmp_path, **POOL, **options, enable_kernels=with_kernels)
+        free = [0.0, *[1.0] * 256]  # costs of steps in which drafts cost nothing
+        find_extension(llm, Drafts).costs = StepCosts(free, free)
+        for _ in range(2):
+            assert generate_ids(llm, prompts, greedy(20)) == expected
+            check_invariants(llm)
+        assert llm.stats["num_draft_tokens"] > 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logprobs_match_transformers(tmp_path, name):
+    """A factor on the logits chooses the same tokens."""
+    oracle = make_family(tmp_path, name)
+    prompt = random_prompt(3, 60)
+    params = SamplingParams(max_tokens=1, prompt_logprobs=VOCAB_SIZE)
+    (output,) = LLM(tmp_path, **POOL).generate(prompt, params, use_tqdm=False)
+    items = [sorted(entry.items()) for entry in output["prompt_logprobs"][1:]]
+    ours = torch.tensor(items)[..., 1]
+    with torch.inference_mode():
+        theirs = oracle.model(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["granite", "olmo2", "phi4-mini", "smollm3"])
+def test_the_engine_alone_serves_models_without_windows(tmp_path, name):
+    oracle = make_family(tmp_path, name)
+    engine = LLMEngine(Config(str(tmp_path), **POOL))
+    prompt = random_prompt(1, 30)
+    engine.add_request(prompt, greedy(12))
+    outputs = []
+    while not engine.is_finished():
+        outputs += engine.step()
+    assert outputs[-1]["token_ids"] == oracle(prompt, 12)
+
+
+@pytest.mark.skipif(reason_unavailable(torch.float32) is not None, reason="no compiler")
+@pytest.mark.parametrize("name", ["granite", "phi4", "smollm3-windows"])
+def test_the_layers_are_those_of_one_cpp_call(tmp_path, name):
+    make_family(tmp_path, name)
+    llm = LLM(tmp_path, **POOL, device="cpu")
+    generate_ids(llm, [[1, 2, 3]], greedy(2))
+    layers = llm.executor.worker.model.model.layers
+    assert isinstance(layers, FusedLayers)
+    assert layers.structs is not None
+
+
+ORIGINAL_LEN = 64  # of longrope
+
+
+@pytest.mark.parametrize("max_model_len", [None, 50, ORIGINAL_LEN])
+def test_longrope_up_to_the_original_length(tmp_path, max_model_len):
+    """The short factors apply, and the original length is the default of max_model_len."""
+    oracle = make_family(tmp_path, "phi4-mini", original_max_position_embeddings=ORIGINAL_LEN)
+    llm = LLM(tmp_path, **POOL, max_model_len=max_model_len)
+    assert llm.max_model_len == (max_model_len or ORIGINAL_LEN)
+    prompts = [random_prompt(length, length) for length in (1, 30)]
+    expected = [oracle(prompt, 20) for prompt in prompts]
+    assert generate_ids(llm, prompts, greedy(20)) == expected
+
+
+@pytest.mark.parametrize("max_model_len", [ORIGINAL_LEN + 1, 256])
+def test_longrope_above_the_original_length(tmp_path, max_model_len):
+    """The long factors apply, to short contexts, too. transformers has short ones for these."""
+    names = dict(original_max_position_embeddings=ORIGINAL_LEN)
+    oracle = make_family(tmp_path, "phi4-mini", **names)
+    llm = LLM(tmp_path, **POOL, max_model_len=max_model_len)
+    assert llm.max_model_len == max_model_len
+    if max_model_len == 256:
+        prompts = [random_prompt(length, length) for length in (65, 100)]
+        expected = [oracle(prompt, 20) for prompt in prompts]
+        assert generate_ids(llm, prompts, greedy(20)) == expected
+    rope = dict(PHI4_MINI["rope_parameters"])
+    rope["short_factor"] = rope["long_factor"]
+    other_oracle = make_family(tmp_path / "other", "phi4-mini", **names, rope_parameters=rope)
+    prompts = [random_prompt(length, length) for length in (1, 30)]
+    expected = [other_oracle(prompt, 20) for prompt in prompts]
+    assert generate_ids(llm, prompts, greedy(20)) == expected
+    assert expected != [oracle(prompt, 20) for prompt in prompts]
+    with pytest.raises(ValueError, match="lower it to 256"):
+        LLM(tmp_path, **POOL, max_model_len=257)
+
+
+# What config.json of released models says.
+SMOLLM3_3B = {
+    "architectures": ["SmolLM3ForCausalLM"],
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 11008,
+    "layer_types": [FULL] * 36,
+    "max_position_embeddings": 65536,
+    "max_window_layers": 28,
+    "mlp_bias": False,
+    "model_type": "smollm3",
+    "no_rope_layer_interval": 4,
+    "no_rope_layers": [1, 1, 1, 0] * 9,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": None,
+    "rope_theta": 5000000.0,
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "vocab_size": 128256,
+}
+
+
+def test_smollm3_3b(tmp_path):
+    spec = read(tmp_path, SMOLLM3_3B)
+    assert spec.rope_indices == (0, 0, 0, 1) * 9
+    rope, no_rope = spec.ropes
+    assert (rope.inv_freq[0], rope.inv_freq[1]) == (1.0, pytest.approx(5e6 ** (-1 / 64)))
+    assert set(no_rope.inv_freq) == {0.0} and len(no_rope.inv_freq) == 64
+    assert spec.windows == (None,) * 36
+    assert spec.max_len == 65536
+    assert spec.tie_embeddings
+    without_layers = {**SMOLLM3_3B, "no_rope_layers": None, "layer_types": None}
+    assert read(tmp_path, without_layers) == spec
+    windows = {**without_layers, "use_sliding_window": True, "sliding_window": 8}
+    assert read(tmp_path, windows).windows == (None, None, None, 8) * 9
+    windows["use_sliding_window"] = False
+    assert read(tmp_path, windows).windows == (None,) * 36
+
+
+GRANITE_2B = {
+    "architectures": ["GraniteForCausalLM"],
+    "attention_multiplier": 0.015625,
+    "embedding_multiplier": 12.0,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "logits_scaling": 8.0,
+    "max_position_embeddings": 131072,
+    "model_type": "granite",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 8,
+    "residual_multiplier": 0.22,
+    "rms_norm_eps": 1e-5,
+    "rope_scaling": None,
+    "rope_theta": 10000000.0,
+    "tie_word_embeddings": True,
+    "vocab_size": 49159,
+}
+
+
+def test_granite_2b(tmp_path):
+    spec = read(tmp_path, GRANITE_2B)
+    assert spec.attention_shape(0) == AttentionShape(32, 8, 64, scale=1 / 64)
+    factors = (spec.embedding_multiplier, spec.residual_multiplier, spec.logits_scaling)
+    assert factors == (12.0, 0.22, 8.0)
+    assert spec.max_len == 131072
+    assert spec.tie_embeddings and not spec.qkv_bias and not spec.mlp_bias
+    sizes = {name: GRANITE_2B[name] for name in ("architectures", "model_type")}
+    spec = read(tmp_path, sizes)  # the defaults of the class
+    assert (spec.embedding_multiplier, spec.residual_multiplier, spec.logits_scaling) == (1, 1, 1)
+    assert spec.scale == 1
+    assert not spec.tie_embeddings
+
+
+OLMO2_7B = {
+    "architectures": ["Olmo2ForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 4096,
+    "model_type": "olmo2",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": None,
+    "rope_theta": 500000,
+    "vocab_size": 100352,
+}
+OLMO3_7B = {
+    **OLMO2_7B,
+    "architectures": ["Olmo3ForCausalLM"],
+    "max_position_embeddings": 65536,
+    "model_type": "olmo3",
+    "rope_scaling": {
+        "attention_factor": 1.2079441541679836,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "yarn",
+    },
+    "sliding_window": 4096,
+}
+
+
+def test_olmo_7b(tmp_path):
+    spec = read(tmp_path, OLMO2_7B)
+    base = RopeSpec.from_base(5e5, 128)
+    assert spec.ropes == (base,)
+    assert spec.attention_shape(0) == AttentionShape(32, 32, 128, scale=128**-0.5)
+    assert spec.max_len == 4096
+    assert not spec.tie_embeddings
+    spec = read(tmp_path, OLMO3_7B)
+    assert spec.max_len == 65536
+    assert spec.windows == (4096, 4096, 4096, None) * 8
+    assert spec.rope_indices == (0, 0, 0, 1) * 8
+    of_windows, of_all = spec.ropes
+    assert of_windows == base
+    assert of_all.attention_factor == 1.2079441541679836
+    assert of_all.inv_freq[0] == 1.0  # YaRN divides only the low frequencies
+    assert of_all.inv_freq[-1] == pytest.approx(base.inv_freq[-1] / 8)
+    layer_types = [SLIDING, SLIDING, SLIDING, FULL] * 8
+    assert read(tmp_path, {**OLMO3_7B, "layer_types": layer_types}) == spec
+
+
+PHI4_14B = {
+    "architectures": ["Phi3ForCausalLM"],
+    "attention_bias": False,
+    "embd_pdrop": 0.0,
+    "hidden_size": 5120,
+    "intermediate_size": 17920,
+    "max_position_embeddings": 16384,
+    "model_type": "phi3",
+    "num_attention_heads": 40,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 10,
+    "original_max_position_embeddings": 16384,
+    "resid_pdrop": 0.0,
+    "rms_norm_eps": 1e-5,
+    "rope_scaling": None,
+    "rope_theta": 250000,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "vocab_size": 100352,
+}
+PHI4_MINI_4B = {
+    **PHI4_14B,
+    "full_attn_mod": 1,
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "interpolate_factor": 1,
+    "lm_head_bias": False,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "num_attention_heads": 24,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "original_max_position_embeddings": 4096,
+    "partial_rotary_factor": 0.75,
+    "rope_scaling": {
+        "long_factor": [2.0] * 48,
+        "short_factor": [1.0] * 48,
+        "type": "longrope",
+    },
+    "rope_theta": 10000.0,
+    "sliding_window": 262144,
+    "tie_word_embeddings": True,
+    "vocab_size": 200064,
+}
+
+
+def test_phi4(tmp_path):
+    spec = read(tmp_path, PHI4_14B)
+    assert spec.ropes == (RopeSpec.from_base(250000, 128),)
+    assert spec.attention_shape(0) == AttentionShape(40, 10, 128, scale=128**-0.5)
+    assert spec.max_len == 16384
+    assert not spec.tie_embeddings
+
+
+@pytest.mark.parametrize(
+    "max_model_len, max_len, factor",
+    [(None, 4096, 1), (100, 4096, 1), (4096, 4096, 1), (4097, 131072, 2), (131072, 131072, 2)],
+)
+def test_phi4_mini(tmp_path, max_model_len, max_len, factor):
+    spec = read(tmp_path, PHI4_MINI_4B, max_model_len=max_model_len)
+    assert spec.max_len == max_len
+    assert spec.windows == (None,) * 32
+    (rope,) = spec.ropes
+    base = RopeSpec.from_base(1e4, 96)  # of 128 dimensions, 96 are rotated
+    assert rope.inv_freq == tuple(value / factor for value in base.inv_freq)
+    assert rope.attention_factor == pytest.approx(1.1902, abs=1e-4)
+    assert spec.tie_embeddings
+
+
+PARTIAL = dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=1.5)
+SU = dict(type="su", short_factor=[1.0] * 3, long_factor=[2.0] * 3)
+
+
+@pytest.mark.parametrize(
+    "name, changes, complaint",
+    [
+        ("granite", {"hidden_act": "gelu"}, "hidden_act must be one of 'silu'"),
+        ("granite", {"residual_multiplier": 0}, "residual_multiplier must be above 0"),
+        ("granite", {"logits_scaling": -1.0}, "logits_scaling must be above 0"),
+        ("olmo2", {"hidden_act": "gelu"}, "hidden_act must be one of 'silu'"),
+        ("olmo2", {"sliding_window": 8}, "sliding_window is no field of Olmo2Config"),
+        ("olmo3", {"sliding_window": None}, "sliding_window must be an int, not None"),
+        ("phi4", {"hidden_act": "gelu"}, "hidden_act must be one of 'silu'"),
+        ("phi4", {"rope_parameters": PARTIAL}, "partial_rotary_factor must be .* at most 1.0"),
+        ("phi4", {"layer_types": [FULL] * 2, "sliding_window": 8}, "layer_types is no field"),
+        ("phi4", {"rope_parameters": YARN}, "short_factor"),
+        ("phi4-mini", {"rope_parameters": None, "rope_scaling": SU}, "Missing required keys"),
+        ("phi4-mini", {"original_max_position_embeddings": 0}, ""),
+        ("smollm3", {"hidden_act": "gelu"}, "hidden_act must be one of 'silu'"),
+        ("smollm3", {"no_rope_layers": [1, 0, 1]}, "no_rope_layers=.1, 0, 1. must have a value"),
+        (
+            "smollm3",
+            {"layer_types": [SLIDING] * 4, "sliding_window": 8},
+            "layer_types must be one of 'full_attention', not 'sliding_attention'",
+        ),
+    ],
+    ids=str,
+)
+def test_unsupported_features_are_named(tmp_path, name, changes, complaint):
+    make_family(tmp_path, name)
+    edit_config(tmp_path, **changes)
+    with pytest.raises(ValueError, match=f"(?s)config.json: .*{complaint}"):
+        LLM(tmp_path, **POOL)
