@@ -15,8 +15,10 @@ from transformers import (
     Phi3Config,
     PretrainedConfig,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SmolLM3Config,
 )
 
@@ -89,6 +91,15 @@ SMOLLM3_WINDOWS = dict(SMOLLM3, use_sliding_window=True, sliding_window=8)
 OPT = dict(ffn_dim=40)
 EXPERTS = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24)
 MIXED = dict(EXPERTS, num_hidden_layers=4, decoder_sparse_step=2, mlp_only_layers=[3])
+DELTA = dict(
+    num_hidden_layers=4,
+    layer_types=["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=12,
+)
+HYBRID_EXPERTS = dict(DELTA, **EXPERTS, shared_expert_intermediate_size=20)
 FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "qwen2": (Qwen2Config, dict(tie_word_embeddings=False)),
     "qwen2.5-tied": (Qwen2Config, UNUSED_WINDOW),
@@ -135,6 +146,10 @@ FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "qwen3-moe": (Qwen3MoeConfig, dict(EXPERTS, norm_topk_prob=True, intermediate_size=47)),
     "qwen3-moe-window": (Qwen3MoeConfig, dict(EXPERTS, **ALL_WINDOWS, norm_topk_prob=True)),
     "qwen3-moe-mixed": (Qwen3MoeConfig, dict(MIXED, tie_word_embeddings=False)),
+    "qwen3.5-moe": (Qwen3_5MoeTextConfig, dict(HYBRID_EXPERTS, tie_word_embeddings=False)),
+    "qwen3.5-moe-tied": (Qwen3_5MoeTextConfig, dict(HYBRID_EXPERTS, attention_bias=True)),
+    "qwen3-next": (Qwen3NextConfig, dict(HYBRID_EXPERTS, tie_word_embeddings=False)),
+    "qwen3-next-mixed": (Qwen3NextConfig, dict(HYBRID_EXPERTS, mlp_only_layers=[1, 2])),
 }
 
 

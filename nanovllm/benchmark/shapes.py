@@ -8,6 +8,7 @@ from transformers import (
     LlamaConfig,
     OPTConfig,
     PretrainedConfig,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -29,6 +30,23 @@ _gemma3 = partial(
     query_pre_attn_scalar=256,
     max_position_embeddings=32768,
 )
+# By default, every fourth layer has attention, and the others a recurrent state.
+_QWEN3_5: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "vocab_size": 248320,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "max_position_embeddings": 262144,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e7,
+        "partial_rotary_factor": 0.25,
+    },
+}
 SHAPES: dict[str, PretrainedConfig] = {
     "qwen3-0.6b": _qwen3(
         vocab_size=151936,
@@ -87,28 +105,28 @@ SHAPES: dict[str, PretrainedConfig] = {
     ),
     "gemma-3-270m": _gemma3(hidden_size=640, intermediate_size=2048, num_hidden_layers=18),
     "gemma-3-1b": _gemma3(hidden_size=1152, intermediate_size=6912, num_hidden_layers=26),
-    # By default, every fourth layer has attention, and the others a recurrent state.
     "qwen3.5-0.8b": Qwen3_5TextConfig(
         architectures=["Qwen3_5ForCausalLM"],
-        **_COMMON,
-        vocab_size=248320,
+        **_QWEN3_5,
+        tie_word_embeddings=True,
         hidden_size=1024,
         intermediate_size=3584,
         num_hidden_layers=24,
         num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=256,
-        linear_num_key_heads=16,
         linear_num_value_heads=16,
-        linear_key_head_dim=128,
-        linear_value_head_dim=128,
-        linear_conv_kernel_dim=4,
-        max_position_embeddings=262144,
-        rope_parameters={
-            "rope_type": "default",
-            "rope_theta": 1e7,
-            "partial_rotary_factor": 0.25,
-        },
+    ),
+    # Four of the 40 layers of Qwen3.5-35B-A3B.
+    "qwen3.5-35b-a3b-4l": Qwen3_5MoeTextConfig(
+        architectures=["Qwen3_5MoeForCausalLM"],
+        **_QWEN3_5,
+        hidden_size=2048,
+        num_hidden_layers=4,
+        num_attention_heads=16,
+        linear_num_value_heads=32,
+        num_experts=256,
+        num_experts_per_tok=8,
+        moe_intermediate_size=512,
+        shared_expert_intermediate_size=512,
     ),
 }
 ON_GPU: dict[str, Any] = {  # nano-vLLM's workload

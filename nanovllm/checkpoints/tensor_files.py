@@ -3,12 +3,16 @@
 If there is an index, the checkpoint has only the tensors that it lists. Files are mapped into
 memory, so a tensor takes memory only while it is read. Of a float weight, a rank reads only its
 shard. Codes are read whole.
+
+Some checkpoints stack the weights of all experts into one tensor. Each of its matrices then has the
+name that it has in other checkpoints, and is read alone.
 """
 
 import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +25,25 @@ from nanovllm.utils.checks import naming, read_json
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 INDEX = "model.safetensors.index.json"
 _DAMAGED = (SafetensorError, OSError)  # what safe_open raises
+_STACKED_EXPERTS = re.compile(r"(.*\.experts)\.(gate_up|down)_proj")
+
+
+@dataclass(frozen=True)
+class StackedMatrix:
+    """Rows of an expert in a stacked tensor. Has what is used of a slice from safetensors."""
+
+    stacked: Any  # the slice of the whole tensor [num_experts, num_rows, num_columns]
+    expert: int
+    rows: slice
+
+    def get_shape(self) -> list[int]:
+        return [self.rows.stop - self.rows.start, self.stacked.get_shape()[2]]
+
+    def get_dtype(self) -> str:
+        return self.stacked.get_dtype()
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.stacked[self.expert, self.rows][index]
 
 
 class TensorFiles:
@@ -34,6 +57,7 @@ class TensorFiles:
         self.directory = directory
         self._files: dict[Path, safe_open] = {}
         self._stored: dict[str, tuple[Path, str]] = {}  # file, and the name in it
+        self._matrices: dict[str, tuple[int, slice]] = {}  # expert and rows in a stacked tensor
         self._opened: set[str] = set()
         repeated: list[str] = []
         for path, listed in list_files(directory).items():
@@ -47,13 +71,24 @@ class TensorFiles:
             for stored_name in names:
                 if listed is not None and stored_name not in listed:
                     continue
-                name = _normalize(stored_name)
-                if name in self._stored:
-                    repeated.append(f"{self.locate(name)} and {stored_name} in {path.name}")
-                self._stored[name] = (path, stored_name)
+                for name in self._find_names(path, stored_name):
+                    if name in self._stored:
+                        repeated.append(f"{self.locate(name)} and {stored_name} in {path.name}")
+                    self._stored[name] = (path, stored_name)
         if repeated:
             problem = summarize("repeated tensors", repeated)
             raise ValueError(f"the checkpoint in {directory} is ambiguous: {problem}")
+
+    def _find_names(self, path: Path, stored_name: str) -> list[str]:
+        """Return the name of a tensor, or those of its matrices if it is a stacked one."""
+        name = _normalize(stored_name)
+        match = _STACKED_EXPERTS.fullmatch(name)
+        shape = self._files[path].get_slice(stored_name).get_shape() if match else []
+        if match is None or len(shape) != 3:
+            return [name]
+        matrices = _divide_experts(match[1], match[2], shape)
+        self._matrices.update(matrices)
+        return list(matrices)
 
     def __contains__(self, name: str) -> bool:
         return name in self._stored
@@ -99,7 +134,9 @@ class TensorFiles:
         path, stored_name = self._stored[name]
         self._opened.add(name)
         with naming(path, *_DAMAGED, ValueError):
-            stored = self._files[path].get_slice(stored_name)
+            stored: Any = self._files[path].get_slice(stored_name)
+            if name in self._matrices:
+                stored = StackedMatrix(stored, *self._matrices[name])
             if shape is not None and stored.get_shape() != shape:
                 raise ValueError(
                     f"tensor {stored_name} has shape {stored.get_shape()}, the model needs {shape}"
@@ -128,6 +165,23 @@ def _normalize(stored_name: str) -> str:
     if not name.startswith(("model.", "lm_head.", "mtp.")):
         name = f"model.{name}"
     return re.sub(r"^model\.(language_model|decoder)\.", "model.", name)
+
+
+def _divide_experts(layer: str, kind: str, shape: list[int]) -> dict[str, tuple[int, slice]]:
+    """Return the matrices in a stacked tensor, by the names that they have as tensors.
+
+    With gate_up_proj, the first half of an expert's rows is gate_proj, and the second up_proj.
+    """
+    num_experts, num_rows, _ = shape
+    half = num_rows // 2
+    parts = {"down": slice(0, num_rows)}
+    if kind == "gate_up":
+        parts = {"gate": slice(0, half), "up": slice(half, num_rows)}
+    return {
+        f"{layer}.{expert}.{part}_proj.weight": (expert, rows)
+        for expert in range(num_experts)
+        for part, rows in parts.items()
+    }
 
 
 def summarize(title: str, names: list[str]) -> str:

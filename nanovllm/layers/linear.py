@@ -78,7 +78,10 @@ class ColumnParallelLinear(Linear):
 
     `parts` are the names of checkpoint tensors, with full output sizes. Each rank gets a shard of
     every part, in whole units of `unit` features, such as heads. Parts with the same name are
-    consecutive rows of one tensor (Qwen3.5's in_proj_qkv).
+    consecutive rows of one tensor (Qwen3.5's in_proj_qkv), in each of `num_groups` groups of its
+    rows. With two groups and two parts, its rows are those of
+
+        part 0, first half | part 1, first half | part 0, second half | part 1, second half
     """
 
     def __init__(
@@ -89,6 +92,7 @@ class ColumnParallelLinear(Linear):
         dtype: torch.dtype,
         tp: TensorParallel = ALONE,
         unit: int = 1,
+        num_groups: int = 1,
     ) -> None:
         # This rank's shard of each part, and where it starts.
         shard_sizes, starts = zip(*[tp.divide(full_size, unit) for _, full_size in parts])
@@ -96,6 +100,7 @@ class ColumnParallelLinear(Linear):
         self.projections = parts
         self.shard_sizes = shard_sizes
         self.starts = starts
+        self.num_groups = num_groups
 
     def targets(self, name: str) -> Iterator[tuple[str, Target]]:
         parent = name.rpartition(".")[0]
@@ -106,12 +111,17 @@ class ColumnParallelLinear(Linear):
         before = Counter[str]()  # rows of a tensor that belong to earlier parts
         shards = zip(self.projections, self.shard_sizes, self.starts)
         for (part, full_size), size, start in shards:
-            rows = slice(row, row + size)
-            first = before[part] + start
-            yield f"{parent}.{part}.weight", Target(self.weight[rows], 0, first, full_sizes[part])
-            if self.bias is not None:
-                yield f"{parent}.{part}.bias", Target(self.bias[rows], 0, first, full_sizes[part])
-            row += size
+            rows_per_group = full_size // self.num_groups
+            step = min(size, rows_per_group)
+            for place in range(start, start + size, step):
+                group, row_in_group = divmod(place, rows_per_group)
+                first = (group * full_sizes[part] + before[part]) // self.num_groups + row_in_group
+                rows = slice(row, row + step)
+                shard = (0, first, full_sizes[part])
+                yield f"{parent}.{part}.weight", Target(self.weight[rows], *shard)
+                if self.bias is not None:
+                    yield f"{parent}.{part}.bias", Target(self.bias[rows], *shard)
+                row += step
             before[part] += full_size
 
     def forward(self, x: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from nanovllm.models.granite import GraniteSpec
 from nanovllm.models.moe import MoESpec
 from nanovllm.models.olmo import OlmoSpec
 from nanovllm.models.opt import OPTSpec
-from nanovllm.models.qwen3_5 import Qwen35Spec
+from nanovllm.models.qwen3_5 import Qwen35MoESpec, Qwen35Spec
 from nanovllm.models.spec import ModelSpec
 from nanovllm.utils.checks import (
     check_choice,
@@ -146,15 +146,23 @@ def _compute_by_layer_type(config: PretrainedConfig, given: Fields) -> dict[str,
 
 
 def _compute_moe(config: PretrainedConfig, given: Fields) -> Fields:
+    dense_layers = _find_dense_layers(config, given)
+    _check_experts(given)
+    return {**_compute_decoder(config, given), "dense_layers": dense_layers}
+
+
+def _find_dense_layers(config: PretrainedConfig, given: Fields) -> frozenset[int]:
     sparse_step = check_int("decoder_sparse_step", config.decoder_sparse_step, 1, MAX_SIZE)
-    dense_layers = frozenset(
+    return frozenset(
         layer
         for layer in range(given["num_layers"])
         if (layer + 1) % sparse_step != 0 or layer in config.mlp_only_layers
     )
+
+
+def _check_experts(given: Fields) -> None:
     num_chosen = given["num_experts_per_tok"]
     check_int("num_experts_per_tok", num_chosen, 1, given["num_experts"])
-    return {**_compute_decoder(config, given), "dense_layers": dense_layers}
 
 
 def _compute_qwen3_5(config: PretrainedConfig, given: Fields) -> Fields:
@@ -166,6 +174,16 @@ def _compute_qwen3_5(config: PretrainedConfig, given: Fields) -> Fields:
     num_value_heads, num_key_heads = given["num_value_heads"], given["num_key_heads"]
     check_multiple("linear_num_value_heads", num_value_heads, "linear_num_key_heads", num_key_heads)
     return {**computed, "attention_layers": frozenset(layers)}
+
+
+def _compute_qwen3_5_moe(config: PretrainedConfig, given: Fields) -> Fields:
+    _check_experts(given)
+    return _compute_qwen3_5(config, given)
+
+
+def _compute_qwen3_next(config: PretrainedConfig, given: Fields) -> Fields:
+    dense_layers = _find_dense_layers(config, given)
+    return {**_compute_qwen3_5_moe(config, given), "dense_layers": dense_layers}
 
 
 def _compute_gemma3(config: PretrainedConfig, given: Fields) -> Fields:
@@ -239,13 +257,12 @@ _DECODER = {
     "norm_eps": "rms_norm_eps",
 }
 _WITH_BIASES = {**_DECODER, "qkv_bias": "attention_bias", "o_bias": "attention_bias"}
-_MOE = {
-    **_WITH_BIASES,
+_EXPERTS = {
     "num_experts": "num_experts",
     "num_experts_per_tok": "num_experts_per_tok",
     "expert_size": "moe_intermediate_size",
-    "normalize_weights": "norm_topk_prob",
 }
+_MOE = {**_WITH_BIASES, **_EXPERTS, "normalize_weights": "norm_topk_prob"}
 _DELTA = {
     **_WITH_BIASES,
     "num_key_heads": "linear_num_key_heads",
@@ -262,6 +279,7 @@ _GRANITE = {
     "residual_multiplier": "residual_multiplier",
     "logits_scaling": "logits_scaling",
 }
+_SHARED = {"shared_size": "shared_expert_intermediate_size"}
 _OPT = {
     **_SIZES,
     "embedding_size": "word_embed_proj_dim",
@@ -285,6 +303,20 @@ _GEMMA3 = Family(
     },
 )
 _QWEN3_5 = Family(Qwen35Spec, _DELTA, _NORMED, _compute_qwen3_5)
+_QWEN3_5_MOE = Family(
+    Qwen35MoESpec,
+    # The shared experts are its only MLPs, and config.json has no intermediate_size.
+    {**_DELTA, **_EXPERTS, **_SHARED, "intermediate_size": _SHARED["shared_size"]},
+    {**_NORMED, "normalize_weights": True, "dense_layers": frozenset()},
+    _compute_qwen3_5_moe,
+)
+_QKVZ, _BA = "in_proj_qkvz", "in_proj_ba"
+_QWEN3_NEXT = Family(
+    Qwen35MoESpec,
+    {**_DELTA, **_MOE, **_SHARED},
+    {**_NORMED, "projections": (_QKVZ, _QKVZ, _BA, _BA), "has_groups": True},
+    _compute_qwen3_next,
+)
 
 ARCHITECTURES = {
     "Gemma3ForCausalLM": _GEMMA3,
@@ -304,8 +336,11 @@ ARCHITECTURES = {
     "Phi3ForCausalLM": Family(DecoderSpec, _DECODER, _FUSED, _compute_phi3),
     "Qwen2ForCausalLM": Family(DecoderSpec, _DECODER, {"qkv_bias": True}),
     "Qwen3ForCausalLM": Family(DecoderSpec, _WITH_BIASES, _NORMED),
+    "Qwen3NextForCausalLM": _QWEN3_NEXT,
     "Qwen3MoeForCausalLM": Family(MoESpec, _MOE, _NORMED, _compute_moe),
     "Qwen3_5ForCausalLM": _QWEN3_5,
     "Qwen3_5ForConditionalGeneration": _QWEN3_5,
     "SmolLM3ForCausalLM": Family(DecoderSpec, _LLAMA, compute=_compute_smollm3),
+    "Qwen3_5MoeForCausalLM": _QWEN3_5_MOE,
+    "Qwen3_5MoeForConditionalGeneration": _QWEN3_5_MOE,
 }

@@ -1,5 +1,5 @@
 """Qwen3-MoE: instead of one MLP, a layer has many small ones (experts), and a router sends each
-token to a few of them.
+token to a few of them. Qwen3.5-MoE adds a shared expert, which computes every token.
 
     token             t0      t1      t2          experts per token: 2 of 4
     routed to         e3 e0   e0 e1   e3 e0
@@ -13,7 +13,7 @@ References: Shazeer et al. 2017 (sparsely gated mixture of experts); Qwen3 Techn
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -44,6 +44,20 @@ class MoESpec(DecoderSpec):
 
     def make_mlp(self, layer: int, tp: TensorParallel) -> nn.Module:
         return MLP(self, tp) if layer in self.dense_layers else MoE(self, tp)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedExpertSpec(MoESpec):
+    """With a shared expert beside the others."""
+
+    shared_size: int  # intermediate size of the shared expert
+
+    @property
+    def divided_fields(self) -> tuple[str, ...]:
+        return *super().divided_fields, "shared_size"
+
+    def make_mlp(self, layer: int, tp: TensorParallel) -> nn.Module:
+        return MLP(self, tp) if layer in self.dense_layers else SharedExpertMoE(self, tp)
 
 
 class Experts(nn.Module):
@@ -115,3 +129,17 @@ class MoE(nn.Module):
         # the other tokens of the batch.
         weighted = self.experts(x, experts) * weights[..., None]  # [num_tokens, k, hidden_size]
         return self.tp.all_reduce(weighted.sum(1).to(x.dtype))
+
+
+class SharedExpertMoE(MoE):
+    """A MoE to whose output that of a shared expert is added, with a sigmoid as its weight."""
+
+    def __init__(self, spec: SharedExpertSpec, tp: TensorParallel) -> None:
+        super().__init__(spec, tp)
+        self.shared_expert = MLP(replace(spec, intermediate_size=spec.shared_size), tp)
+        parts = [("shared_expert_gate", 1)]  # replicated, as the router
+        self.shared_expert_gate = ColumnParallelLinear(spec.hidden_size, parts, False, spec.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.shared_expert_gate(x).float().sigmoid()
+        return (super().forward(x) + weight * self.shared_expert(x)).to(x.dtype)

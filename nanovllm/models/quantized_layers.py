@@ -19,9 +19,9 @@ from nanovllm.layers.tensor_parallel import TensorParallel
 from nanovllm.models.moe import Experts
 
 QUANTIZABLE = (Linear, Embedding, Experts)  # layers whose matrices can be quantized
-# A router is small, and its errors choose other experts. The decay of a recurrent state acts on all
-# later tokens.
-_KEPT = ("gate", "in_proj_ba")
+# A router is small, and its errors choose other experts. The gate of a shared expert has a single
+# row. The decay of a recurrent state acts on all later tokens.
+_KEPT = ("gate", "shared_expert_gate", "in_proj_ba")
 
 
 def quantize_layers(

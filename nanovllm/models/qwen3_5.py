@@ -7,6 +7,9 @@ A Gated DeltaNet reads and writes the recurrent state of a sequence (layers/gate
 attention has a gate on its output, and RoPE for the first dimensions of a head. Norms multiply by
 1 + weight. All shapes are those of one rank.
 
+Qwen3.5-MoE and Qwen3-Next have experts in place of MLPs (models/moe.py). Qwen3-Next is the older
+one. Its checkpoints have other names and another order of rows for the projections of a DeltaNet.
+
 References: Yang et al. 2024 (Gated DeltaNet); the model cards of Qwen3-Next and Qwen3.5.
 """
 
@@ -21,6 +24,7 @@ from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.norm import RMSNorm, ZeroCenteredRMSNorm
 from nanovllm.layers.tensor_parallel import TensorParallel
 from nanovllm.models.decoder import Attention, CosSins, DecoderLayer, DecoderSpec
+from nanovllm.models.moe import SharedExpertSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +35,9 @@ class Qwen35Spec(DeltaSizes, DecoderSpec):
     """
 
     attention_layers: frozenset[int]  # all others have a Gated DeltaNet
+    # The tensors of q, k and v, of the gate, of beta and of the decay.
+    projections: tuple[str, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+    has_groups: bool = False  # in these tensors, whether the rows of a key head are adjacent
 
     @property
     def divided_fields(self) -> tuple[str, ...]:
@@ -49,6 +56,11 @@ class Qwen35Spec(DeltaSizes, DecoderSpec):
 
     def make_norm(self, size: int) -> RMSNorm:
         return ZeroCenteredRMSNorm(size, self.norm_eps, self.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen35MoESpec(Qwen35Spec, SharedExpertSpec):
+    """With experts in place of MLPs, in layers with attention and in those with a state."""
 
 
 class GatedAttention(Attention):
@@ -85,12 +97,18 @@ class GatedDeltaNet(nn.Module):
         super().__init__()
         num_heads = spec.num_value_heads
         value_size = num_heads * spec.value_dim
-        parts = [("in_proj_qkv", size) for size in spec.qkv_sizes]
-        parts.append(("in_proj_z", value_size))
-        self.in_proj_qkvz = ColumnParallelLinear(spec.hidden_size, parts, False, spec.dtype, tp)
+        num_groups = spec.num_key_heads if spec.has_groups else 1
+
+        def project(*parts: tuple[str, int]) -> ColumnParallelLinear:
+            return ColumnParallelLinear(
+                spec.hidden_size, list(parts), False, spec.dtype, tp, num_groups=num_groups
+            )
+
+        qkv, gate, beta, decay = spec.projections
+        qkv_parts = [(qkv, size) for size in spec.qkv_sizes]
+        self.in_proj_qkvz = project(*qkv_parts, (gate, value_size))
         # A beta and a decay per head. Checkpoints with quantized weights keep these two as floats.
-        parts = [("in_proj_b", num_heads), ("in_proj_a", num_heads)]
-        self.in_proj_ba = ColumnParallelLinear(spec.hidden_size, parts, False, spec.dtype, tp)
+        self.in_proj_ba = project((beta, num_heads), (decay, num_heads))
         self.delta_rule = GatedDeltaRule(spec, spec.norm_eps, spec.dtype, tp)
         self.out_proj = RowParallelLinear(value_size, spec.hidden_size, False, spec.dtype, tp)
 

@@ -30,6 +30,9 @@ SHARDED = {
     "phi4-mini",
     "qwen3-moe",
     "qwen3-moe-mixed",
+    "qwen3.5-moe",
+    "qwen3-next",
+    "qwen3-next-mixed",
 }
 POOL = {"num_kvcache_blocks": 40, "kvcache_block_size": 4}
 
@@ -82,6 +85,9 @@ def compute_logprobs(llm, prompt):
         ("opt-350m", torch.bfloat16),
         ("opt-untied-narrow", torch.float16),
         ("qwen3-moe", torch.bfloat16),
+        ("qwen3.5-moe", torch.bfloat16),
+        ("qwen3.5-moe-tied", torch.float16),
+        ("qwen3-next", torch.bfloat16),
     ],
 )
 def test_low_precision_is_as_exact_as_transformers(tmp_path, name, dtype, size):

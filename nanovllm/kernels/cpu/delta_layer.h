@@ -1,11 +1,12 @@
-// A decoder layer with a Gated DeltaNet in one call. models/qwen3_5.py specifies it.
+// A decoder layer with a Gated DeltaNet in one call, or its first half, if experts follow.
+// models/qwen3_5.py specifies it.
 #pragma once
 #include "gated_delta.h"
 #include "gemm.h"
 
 struct DeltaLayer {  // filled by Python: see declarations.py
     Norm input_norm;
-    Norm post_attention_norm;
+    Norm post_attention_norm;  // the weights of this, gate_up and down are null without an MLP
     DeltaRule rule;
     Weight qkvz;
     Weight ba;
@@ -50,6 +51,7 @@ extern "C" void delta_layer(const DeltaLayer* layer, T* x, float* states, const 
                          ba_size, ba_size, states, read_slots, write_slots, cu_seqlens_q, num_seqs,
                          output);
         project(output, value_size, value_size, layer->out, x, hidden_size, hidden_size);
+        if (!layer->post_attention_norm.weight) return;
         rms_norm(x, layer->post_attention_norm, nullptr, normed, num_tokens, hidden_size);
         project(normed, hidden_size, hidden_size, layer->gate_up, gated, intermediate_size,
                 gated_stride, SILU);

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.batch import Batch
+from nanovllm.kernels.changes import has_parts
 from nanovllm.kernels.cpu import declarations
 from nanovllm.kernels.cpu.elementwise import (
     FastMLP,
@@ -70,8 +71,14 @@ class FastGatedDeltaRule(OptimizedLayer, GatedDeltaRule):
         return output
 
 
+NO_WEIGHT = declarations.Weight(panels=None, bits=0, group_size=0)
+
+
 class FastDeltaLayer(OptimizedLayer, DeltaLayer):
-    """Calls no part. The parts are optimized as well, and have what the C++ code reads."""
+    """Calls no part. The parts are optimized as well, and have what the C++ code reads.
+
+    Experts, or an MLP that the C++ code does not support, are called.
+    """
 
     replaces = DeltaLayer
     parts: ClassVar = {
@@ -81,6 +88,8 @@ class FastDeltaLayer(OptimizedLayer, DeltaLayer):
         "linear_attn.in_proj_ba": PrepackedColumnParallelLinear,
         "linear_attn.delta_rule": FastGatedDeltaRule,
         "linear_attn.out_proj": PrepackedRowParallelLinear,
+    }
+    mlp_parts: ClassVar = {
         "post_attention_layernorm": FastZeroCenteredRMSNorm,
         "mlp": FastMLP,
         "mlp.gate_up": PrepackedWeight,
@@ -91,28 +100,34 @@ class FastDeltaLayer(OptimizedLayer, DeltaLayer):
         """The C++ code supports one rank and no biases."""
         if not super().convert():
             return False
-        net, down_proj = self.linear_attn, cast(Any, self.mlp).down_proj
-        linears = (net.in_proj_qkvz, net.in_proj_ba, net.out_proj, down_proj)
+        net = self.linear_attn
+        linears = (net.in_proj_qkvz, net.in_proj_ba, net.out_proj)
         has_bias = any([each.bias is not None for each in linears])
-        return not has_bias and run_on_one_rank(net.out_proj, down_proj)
+        return not has_bias and run_on_one_rank(net.out_proj)
+
+    def find_mlp(self) -> Any:
+        """Return the MLP if the C++ code supports it, or None."""
+        mlp = cast(Any, self.mlp)
+        is_supported = has_parts(self, self.mlp_parts) and mlp.down_proj.bias is None
+        return mlp if is_supported and run_on_one_rank(mlp.down_proj) else None
 
     @cached_property
     def struct(self) -> declarations.Struct | None:
         """Made by the first step. None if a part was replaced after `convert`."""
         if not self.convert():
             return None
-        net, mlp = cast(Any, self.linear_attn), cast(Any, self.mlp)
+        net, mlp = cast(Any, self.linear_attn), self.find_mlp()
         return declarations.DeltaLayer(
             input_norm=describe_norm(self.input_layernorm),
-            post_attention_norm=describe_norm(self.post_attention_layernorm),
+            post_attention_norm=describe_norm(mlp and self.post_attention_layernorm),
             rule=net.delta_rule.struct,
             qkvz=net.in_proj_qkvz.prepacked.struct,
             ba=net.in_proj_ba.prepacked.struct,
             out=net.out_proj.prepacked.struct,
-            gate_up=mlp.gate_up.struct,
-            down=mlp.down_proj.prepacked.struct,
-            hidden_size=mlp.gate_up.in_features,
-            intermediate_size=mlp.gate_up.out_features,
+            gate_up=mlp.gate_up.struct if mlp else NO_WEIGHT,
+            down=mlp.down_proj.prepacked.struct if mlp else NO_WEIGHT,
+            hidden_size=net.out_proj.prepacked.out_features,
+            intermediate_size=mlp.gate_up.out_features if mlp else 0,
         )
 
     def forward(self, x: Tensor, cos_sins: CosSins, states: Tensor, batch: Batch) -> Tensor:
@@ -129,4 +144,6 @@ class FastDeltaLayer(OptimizedLayer, DeltaLayer):
             len(x),
             len(batch.read_slots),
         )
-        return x
+        if self.struct.intermediate_size > 0:
+            return x
+        return x + self.mlp(self.post_attention_layernorm(x))

@@ -10,7 +10,8 @@
 //
 //     common.h  team.h  layers.h  decode.h
 //     panels.h  rows.h (amx.h or plain.h)  quantized.h  planes.h or dequantized.h  gemm.h
-//     prefill.h  fused_layers.h  gated_delta.h  delta_layer.h  sampler.h
+//     experts.h  prefill.h  fused_layers.h  gated_delta.h  delta_layer.h  sampler.h
 #include "delta_layer.h"
+#include "experts.h"
 #include "fused_layers.h"
 #include "sampler.h"

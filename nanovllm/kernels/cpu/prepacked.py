@@ -118,6 +118,7 @@ class PrepackedExperts(OptimizedLayer, Experts):
 
     gate_up: list[PrepackedWeight]
     down: list[PrepackedWeight]
+    structs: tuple[Any, Any]  # arrays of both, which C++ takes
 
     def convert(self) -> bool:
         if not (can_prepack(self.gate_up_proj) and can_prepack(self.down_proj)):
@@ -127,7 +128,25 @@ class PrepackedExperts(OptimizedLayer, Experts):
         del self.gate_up_proj
         self.down = [PrepackedWeight(each) for each in self.down_proj]
         del self.down_proj
+        parts = (self.gate_up, self.down)
+        self.structs = tuple([_make_array([each.struct for each in part]) for part in parts])
         return True
 
-    def compute(self, expert: int, x: Tensor) -> Tensor:
-        return self.down[expert].multiply(self.gate_up[expert].multiply(x))
+    def forward(self, x: Tensor, experts: Tensor) -> Tensor:
+        x = x.contiguous()
+        output = x.new_empty(*experts.shape, x.shape[1])
+        load(x.dtype).experts(
+            x,
+            experts,
+            *self.structs,
+            output,
+            *experts.shape,
+            len(self.gate_up),
+            x.shape[1],
+            self.down[0].in_features,
+        )
+        return output
+
+
+def _make_array(structs: list[Any]) -> Any:
+    return (Weight * len(structs))(*structs)

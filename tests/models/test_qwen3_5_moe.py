@@ -1,0 +1,246 @@
+"""Qwen3.5-MoE and Qwen3-Next give the tokens of transformers. Checkpoints have several forms."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from conftest import (
+    Oracle,
+    check_invariants,
+    cover_pairs,
+    edit_config,
+    edit_weights,
+    generate_ids,
+    greedy,
+    random_prompt,
+)
+from families import FAMILIES, make_family
+from safetensors.torch import load_file, save_file
+from torch.nn.functional import silu
+from transformers import AutoModelForCausalLM, Qwen3_5MoeConfig, Qwen3_5MoeForCausalLM
+
+from nanovllm import LLM
+from nanovllm.kernels.cpu.gated_delta import FastDeltaLayer
+from nanovllm.kernels.cpu.library import reason_unavailable
+from nanovllm.kernels.cpu.prepacked import PrepackedExperts
+from nanovllm.layers.quantized import QuantizedWeight, Scheme
+from nanovllm.layers.tensor_parallel import TensorParallel
+from nanovllm.models.architectures import read_spec
+from nanovllm.models.moe import MoE, SharedExpertMoE
+
+POOL = {"num_kvcache_blocks": 200, "kvcache_block_size": 4}
+NAMES = ["qwen3.5-moe", "qwen3-next"]
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def hybrid(request, tmp_path_factory):
+    """The path of a checkpoint, and its oracle."""
+    directory = tmp_path_factory.mktemp(request.param)
+    return str(directory), make_family(directory, request.param)
+
+
+@pytest.mark.parametrize(
+    "budget, num_blocks, is_chunked, num_drafts, with_kernels, size",
+    cover_pairs(
+        [2, 5, 24, 200],
+        [33, 200],
+        [True, False],
+        [0, 3],
+        [True, False],
+        [1, 2],
+        allowed=lambda budget, _, is_chunked, *__: is_chunked or budget == 200,
+    ),
+)
+def test_grid(hybrid, budget, num_blocks, is_chunked, num_drafts, with_kernels, size):
+    """Twice, so that prefixes are hit."""
+    path, oracle = hybrid
+    prompts = [random_prompt(length, length) for length in (1, 2, 5, 33, 100)]
+    prompts += [prompts[-1][:50] + random_prompt(seed, 7 + seed) for seed in range(3)]
+    prompts.append([5, 6, 7] * 9)  # whose continuation can be drafted
+    expected = [oracle(prompt, 12) for prompt in prompts]
+    with LLM(
+        path,
+        kvcache_block_size=4,
+        max_num_batched_tokens=budget,
+        num_kvcache_blocks=num_blocks,
+        enable_chunked_prefill=is_chunked,
+        num_speculative_tokens=num_drafts,
+        enable_kernels=with_kernels,
+        tensor_parallel_size=size,
+    ) as llm:
+        for _ in range(2):
+            assert generate_ids(llm, prompts, greedy(12)) == expected
+            check_invariants(llm)
+        assert llm.stats["num_cached_tokens"] > 0
+        assert llm.stats["num_preemptions"] == 0 or num_blocks == 33
+
+
+def stack_experts(weights):
+    """Store the experts as on the Hub: gate and up projections, one after the other, and down."""
+    layers = {name.partition(".experts.")[0] for name in weights if ".experts." in name}
+    for layer in sorted(layers):
+        stacked = {}
+        for part in ("gate", "up", "down"):
+            names = [f"{layer}.experts.{expert}.{part}_proj.weight" for expert in range(8)]
+            stacked[part] = torch.stack([weights.pop(name) for name in names])
+        gate_up = torch.cat((stacked["gate"], stacked["up"]), dim=1)
+        weights[f"{layer}.experts.gate_up_proj"] = gate_up
+        weights[f"{layer}.experts.down_proj"] = stacked["down"]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_the_form_of_the_hub(tmp_path, is_tied, size):
+    """Stacked experts, a config with a text_config, a vision tower and a draft head with experts.
+
+    transformers reads the checkpoint as well, which shows that the form is right.
+    """
+    make_family(tmp_path, "qwen3.5-moe", tie_word_embeddings=is_tied)
+    text_config = json.loads((tmp_path / "config.json").read_text())
+    config = Qwen3_5MoeConfig(text_config=text_config, tie_word_embeddings=is_tied)
+    config.architectures = ["Qwen3_5MoeForConditionalGeneration"]
+    config.save_pretrained(tmp_path)
+
+    def edit(weights):
+        stack_experts(weights)
+        for name in list(weights):
+            new_name = name.replace("model.", "model.language_model.", 1)
+            weights[new_name] = weights.pop(name)
+        weights["mtp.layers.0.mlp.experts.gate_up_proj"] = torch.ones(8, 48, 32)
+        weights["model.visual.blocks.0.norm1.bias"] = torch.ones(2)
+
+    edit_weights(tmp_path, edit)
+    oracle = Oracle(Qwen3_5MoeForCausalLM.from_pretrained(tmp_path).eval())
+    prompts = [random_prompt(seed, 20) for seed in range(3)]
+    with LLM(tmp_path, **POOL, tensor_parallel_size=size) as llm:
+        assert generate_ids(llm, prompts, greedy(12)) == [oracle(prompt, 12) for prompt in prompts]
+
+
+@pytest.mark.parametrize("option", ["int8", "int4"])
+@pytest.mark.parametrize("is_stacked", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_experts_are_quantized_while_loading(tmp_path, monkeypatch, name, is_stacked, option):
+    """At most one matrix of an expert is read at once. Router, gate, beta and decay stay floats."""
+    make_family(tmp_path, name)
+    head = Scheme(8, 128)
+    scheme = head if option == "int8" else Scheme(4, 64)
+    weights = load_file(tmp_path / "model.safetensors")
+    for key, weight in weights.items():
+        is_kept = key.endswith(
+            ("gate.weight", "in_proj_a.weight", "in_proj_b.weight", "_ba.weight")
+        )
+        if weight.dim() == 2 and not is_kept:
+            is_head = key.endswith(("embed_tokens.weight", "lm_head.weight"))
+            quantized = QuantizedWeight.quantize(weight, head if is_head else scheme)
+            weights[key] = quantized.dequantize()
+    shutil.copytree(tmp_path, tmp_path / "floats")
+    save_file(weights, tmp_path / "floats" / "model.safetensors")
+    oracle = Oracle(AutoModelForCausalLM.from_pretrained(tmp_path / "floats").eval())
+    if is_stacked:
+        edit_weights(tmp_path, stack_experts)
+    sizes = []
+    copy = QuantizedWeight.copy_
+
+    def record(destination, source):
+        if type(source) is torch.Tensor:
+            sizes.append(source.numel())
+        copy(destination, source)
+
+    monkeypatch.setattr(QuantizedWeight, "copy_", record)
+    prompts = [random_prompt(seed, 20) for seed in range(3)]
+    expected = [oracle(prompt, 8) for prompt in prompts]
+    for with_kernels in (True, False):
+        llm = LLM(tmp_path, **POOL, quantization=option, enable_kernels=with_kernels)
+        assert generate_ids(llm, prompts, greedy(8)) == expected
+    assert max(sizes) == 128 * 32  # q_proj, while all gate projections of a layer are larger
+
+
+def test_stacked_experts_that_do_not_fit(tmp_path):
+    make_family(tmp_path, "qwen3.5-moe")
+    single = load_file(tmp_path / "model.safetensors")
+    edit_weights(tmp_path, stack_experts)
+    stacked = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.mlp.experts"
+    gate_up = stacked[f"{name}.gate_up_proj"]
+    changes = {
+        r"gate_up_proj has shape \[23, 32\], the model needs \[24, 32\]": gate_up[:, :-2],
+        r"missing tensors: .*layers.1.mlp.experts.7.gate_proj": gate_up[:-1],
+        r"unexpected tensors: .*layers.1.mlp.experts.gate_up_proj in": gate_up.tile(2, 1, 1),
+        r"unexpected.*experts.gate_up_proj.* missing tensors: .*experts.0.gate_proj": gate_up[0],
+        r"gate_up_proj is stored as F8_E4M3": gate_up.to(torch.float8_e4m3fn),
+        r"repeated tensors.*experts": None,
+    }
+    for complaint, tensor in changes.items():
+        changed = single if tensor is None else {}
+        changed = {**stacked, **changed}
+        if tensor is not None:
+            changed[f"{name}.gate_up_proj"] = tensor.contiguous()
+        save_file(changed, tmp_path / "model.safetensors")
+        with pytest.raises(ValueError, match=complaint):
+            LLM(tmp_path, **POOL)
+
+
+def test_the_shared_expert_follows_its_definition():
+    """One token at a time."""
+    torch.manual_seed(0)
+    family, settings = FAMILIES["qwen3.5-moe"]
+    config = family(architectures=["Qwen3_5MoeForCausalLM"], hidden_size=32, **settings)
+    spec = read_spec(config, torch.float32, num_ranks=1)
+    moe = SharedExpertMoE(spec, TensorParallel()).requires_grad_(False)
+    for parameter in moe.parameters():
+        parameter.normal_(0.0, 0.3)
+    x = torch.randn(5, spec.hidden_size)
+    gate, up = moe.shared_expert.gate_up_proj.weight.chunk(2)
+    shared = (silu(x @ gate.T) * (x @ up.T)) @ moe.shared_expert.down_proj.weight.T
+    expected = (
+        MoE.forward(moe, x) + torch.sigmoid(x @ moe.shared_expert_gate.weight[0])[:, None] * shared
+    )
+    torch.testing.assert_close(moe(x), expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_kernels_compute_all_layers_with_states(hybrid, name):
+    llm = LLM(hybrid[0], **POOL)
+    layers = llm.executor.worker.model.model.layers
+    generate_ids(llm, [[1, 2, 3]], greedy(2))
+    if reason_unavailable(torch.float32) is None:
+        for layer in (layers[0], layers[1], layers[3]):
+            assert type(layer) is FastDeltaLayer and layer.struct is not None
+            assert type(layer.mlp.experts) is PrepackedExperts
+
+
+@pytest.mark.parametrize(
+    "name, changes, complaint",
+    [
+        ("qwen3.5-moe", dict(num_experts_per_tok=9), "at least 1 and at most 8, not 9"),
+        ("qwen3.5-moe", dict(shared_expert_intermediate_size=0), "shared_expert_intermediate_size"),
+        ("qwen3.5-moe", dict(hidden_act="gelu"), "hidden_act"),
+        ("qwen3.5-moe", dict(linear_num_value_heads=3), "must be a multiple of"),
+        ("qwen3.5-moe", dict(layer_types=["linear_attention"] * 4), "without full_attention"),
+        ("qwen3-next", dict(num_experts=0), "num_experts must be at least 1"),
+        ("qwen3-next", dict(decoder_sparse_step=0), "decoder_sparse_step must be at least 1"),
+        ("qwen3-next", dict(sliding_window=8), "sliding_window is no field of Qwen3NextConfig"),
+    ],
+)
+def test_unsupported_configs_are_rejected(tmp_path, name, changes, complaint):
+    make_family(tmp_path, name)
+    edit_config(tmp_path, **changes)
+    with pytest.raises(ValueError, match=complaint):
+        LLM(tmp_path, **POOL)
+
+
+@pytest.mark.parametrize(
+    "name, changes, complaint",
+    [
+        ("qwen3.5-moe", dict(moe_intermediate_size=25), "moe_intermediate_size=25"),
+        ("qwen3.5-moe", dict(shared_expert_intermediate_size=21), "shared_expert_inter.*=21"),
+        ("qwen3-next-mixed", dict(intermediate_size=47), "does not divide intermediate_size=47"),
+        ("qwen3-next", dict(linear_num_key_heads=1), "linear_num_key_heads=1"),
+    ],
+)
+def test_sizes_that_the_ranks_do_not_divide(tmp_path, name, changes, complaint):
+    make_family(tmp_path, name)
+    edit_config(tmp_path, **changes)
+    with pytest.raises(ValueError, match=complaint):
+        LLM(tmp_path, **POOL, tensor_parallel_size=2)
