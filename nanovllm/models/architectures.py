@@ -15,14 +15,19 @@ from transformers import PretrainedConfig
 
 from nanovllm.checkpoints.quantization import read_quantization
 from nanovllm.config import DTYPES, MAX_LAYERS, MAX_SIZE
-from nanovllm.layers.rotary import RopeSpec
-from nanovllm.models.attention_fields import (
-    ATTENTION_TYPES,
-    check_multiple,
-    read_head_dim,
-    read_max_len,
-    read_rope,
-    read_windows,
+from nanovllm.models.computed_fields import (
+    Fields,
+    compute_by_layer_type,
+    compute_decoder,
+    compute_gemma3,
+    compute_granite,
+    compute_moe,
+    compute_opt,
+    compute_phi3,
+    compute_qwen3_5,
+    compute_qwen3_5_moe,
+    compute_qwen3_next,
+    compute_smollm3,
 )
 from nanovllm.models.decoder import DecoderSpec
 from nanovllm.models.gemma3 import Gemma3Spec
@@ -40,8 +45,6 @@ from nanovllm.utils.checks import (
     naming,
     show,
 )
-
-Fields = Mapping[str, Any]  # of a spec, by their names
 
 
 def read_spec(
@@ -111,121 +114,6 @@ def _read_fields(
     return found
 
 
-def _compute_decoder(
-    config: PretrainedConfig,
-    given: Fields,
-    layer_types: tuple[str, ...] = ATTENTION_TYPES,
-    allow_partial_rope: bool = False,
-) -> dict[str, Any]:
-    """Compute what all decoders have. `layer_types` are those that the spec can make."""
-    head_dim = read_head_dim(config)
-    max_len = read_max_len(config, given["max_model_len"])
-    rope = read_rope(config, head_dim, allow_partial=allow_partial_rope, length=max_len)
-    return {
-        "head_dim": head_dim,
-        "ropes": (rope,),
-        "rope_indices": (0,) * given["num_layers"],
-        "windows": read_windows(config, max_len, layer_types),
-        "scale": head_dim**-0.5,
-        "max_len": max_len,
-    }
-
-
-def _compute_by_layer_type(config: PretrainedConfig, given: Fields) -> dict[str, Any]:
-    """Compute a RoPE for each type of layer. max_position_embeddings includes the extension."""
-    head_dim = read_head_dim(config)
-    windows = read_windows(config, given["max_len"])
-    types = list(dict.fromkeys(config.layer_types))
-    return {
-        "head_dim": head_dim,
-        "ropes": tuple(read_rope(config, head_dim, layer_type) for layer_type in types),
-        "rope_indices": tuple(map(types.index, config.layer_types)),
-        "windows": windows,
-        "scale": head_dim**-0.5,
-    }
-
-
-def _compute_moe(config: PretrainedConfig, given: Fields) -> Fields:
-    dense_layers = _find_dense_layers(config, given)
-    _check_experts(given)
-    return {**_compute_decoder(config, given), "dense_layers": dense_layers}
-
-
-def _find_dense_layers(config: PretrainedConfig, given: Fields) -> frozenset[int]:
-    sparse_step = check_int("decoder_sparse_step", config.decoder_sparse_step, 1, MAX_SIZE)
-    return frozenset(
-        layer
-        for layer in range(given["num_layers"])
-        if (layer + 1) % sparse_step != 0 or layer in config.mlp_only_layers
-    )
-
-
-def _check_experts(given: Fields) -> None:
-    num_chosen = given["num_experts_per_tok"]
-    check_int("num_experts_per_tok", num_chosen, 1, given["num_experts"])
-
-
-def _compute_qwen3_5(config: PretrainedConfig, given: Fields) -> Fields:
-    types = ("linear_attention", "full_attention")
-    computed = _compute_decoder(config, given, types, allow_partial_rope=True)
-    layers = [i for i, kind in enumerate(config.layer_types) if kind == "full_attention"]
-    if not layers:
-        raise ValueError("layer_types without full_attention are not supported")
-    num_value_heads, num_key_heads = given["num_value_heads"], given["num_key_heads"]
-    check_multiple("linear_num_value_heads", num_value_heads, "linear_num_key_heads", num_key_heads)
-    return {**computed, "attention_layers": frozenset(layers)}
-
-
-def _compute_qwen3_5_moe(config: PretrainedConfig, given: Fields) -> Fields:
-    _check_experts(given)
-    return _compute_qwen3_5(config, given)
-
-
-def _compute_qwen3_next(config: PretrainedConfig, given: Fields) -> Fields:
-    dense_layers = _find_dense_layers(config, given)
-    return {**_compute_qwen3_5_moe(config, given), "dense_layers": dense_layers}
-
-
-def _compute_gemma3(config: PretrainedConfig, given: Fields) -> Fields:
-    scalar = config.query_pre_attn_scalar
-    check_number("query_pre_attn_scalar", scalar, low=0.0, open_low=True)
-    return {**_compute_by_layer_type(config, given), "scale": scalar**-0.5}
-
-
-def _compute_granite(config: PretrainedConfig, given: Fields) -> Fields:
-    return {**_compute_decoder(config, given), "scale": given["scale"]}
-
-
-def _compute_phi3(config: PretrainedConfig, given: Fields) -> Fields:
-    return _compute_decoder(config, given, allow_partial_rope=True)
-
-
-def _compute_smollm3(config: PretrainedConfig, given: Fields) -> Fields:
-    """Compute a second RoPE, which rotates by 0, for layers without positions (NoPE).
-
-    no_rope_layers is 1 for a layer with RoPE. Windows without use_sliding_window are rejected,
-    because only some attention functions of transformers apply them.
-    """
-    types = ATTENTION_TYPES if config.use_sliding_window else ("full_attention",)
-    computed = _compute_decoder(config, given, types)
-    (rope,) = computed["ropes"]
-    no_rope = RopeSpec((0.0,) * len(rope.inv_freq))
-    indices = tuple(0 if has_rope else 1 for has_rope in config.no_rope_layers)
-    if len(indices) < given["num_layers"]:
-        raise ValueError(f"no_rope_layers={config.no_rope_layers} must have a value for each layer")
-    return {**computed, "ropes": (rope, no_rope), "rope_indices": indices}
-
-
-def _compute_opt(config: PretrainedConfig, given: Fields) -> Fields:
-    hidden_size, num_heads = given["hidden_size"], given["num_heads"]
-    check_multiple("hidden_size", hidden_size, "num_attention_heads", num_heads)
-    return {
-        "num_kv_heads": num_heads,
-        "head_dim": hidden_size // num_heads,
-        "final_norm": given["norm_first"] and not config._remove_final_layer_norm,
-    }
-
-
 class Family(NamedTuple):
     """How the config.json of a family becomes a spec.
 
@@ -236,7 +124,7 @@ class Family(NamedTuple):
     names: Mapping[str, str]  # fields that config.json has, with their names there
     fixed: Mapping[str, Any] = {}  # fields that are the same in all models of the family
     # The other fields, from config.json, the fields of `names` and `fixed`, and max_model_len.
-    compute: Callable[[PretrainedConfig, Fields], Fields] = _compute_decoder
+    compute: Callable[[PretrainedConfig, Fields], Fields] = compute_decoder
     # Fields of config.json that must have one of these values.
     supported: Mapping[str, tuple[object, ...]] = {"hidden_act": ("silu",)}
 
@@ -294,7 +182,7 @@ _GEMMA3 = Family(
     Gemma3Spec,
     _WITH_BIASES,
     _NORMED,
-    _compute_gemma3,
+    compute_gemma3,
     supported={
         "hidden_activation": ("gelu_pytorch_tanh",),
         "attn_logit_softcapping": (None,),
@@ -302,45 +190,45 @@ _GEMMA3 = Family(
         "use_bidirectional_attention": (False, None),
     },
 )
-_QWEN3_5 = Family(Qwen35Spec, _DELTA, _NORMED, _compute_qwen3_5)
+_QWEN3_5 = Family(Qwen35Spec, _DELTA, _NORMED, compute_qwen3_5)
 _QWEN3_5_MOE = Family(
     Qwen35MoESpec,
     # The shared experts are its only MLPs, and config.json has no intermediate_size.
     {**_DELTA, **_EXPERTS, **_SHARED, "intermediate_size": _SHARED["shared_size"]},
     {**_NORMED, "normalize_weights": True, "dense_layers": frozenset()},
-    _compute_qwen3_5_moe,
+    compute_qwen3_5_moe,
 )
 _QKVZ, _BA = "in_proj_qkvz", "in_proj_ba"
 _QWEN3_NEXT = Family(
     Qwen35MoESpec,
     {**_DELTA, **_MOE, **_SHARED},
     {**_NORMED, "projections": (_QKVZ, _QKVZ, _BA, _BA), "has_groups": True},
-    _compute_qwen3_next,
+    compute_qwen3_next,
 )
 
 ARCHITECTURES = {
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": _GEMMA3,
-    "GraniteForCausalLM": Family(GraniteSpec, _GRANITE, compute=_compute_granite),
+    "GraniteForCausalLM": Family(GraniteSpec, _GRANITE, compute=compute_granite),
     "LlamaForCausalLM": Family(DecoderSpec, _LLAMA),
     "MistralForCausalLM": Family(DecoderSpec, _DECODER),
     "MinistralForCausalLM": Family(DecoderSpec, _DECODER),
     "Olmo2ForCausalLM": Family(OlmoSpec, _WITH_BIASES),
-    "Olmo3ForCausalLM": Family(OlmoSpec, _WITH_BIASES, compute=_compute_by_layer_type),
+    "Olmo3ForCausalLM": Family(OlmoSpec, _WITH_BIASES, compute=compute_by_layer_type),
     "OPTForCausalLM": Family(
         OPTSpec,
         _OPT,
-        compute=_compute_opt,
+        compute=compute_opt,
         supported={"activation_function": ("relu",)},
     ),
-    "Phi3ForCausalLM": Family(DecoderSpec, _DECODER, _FUSED, _compute_phi3),
+    "Phi3ForCausalLM": Family(DecoderSpec, _DECODER, _FUSED, compute_phi3),
     "Qwen2ForCausalLM": Family(DecoderSpec, _DECODER, {"qkv_bias": True}),
     "Qwen3ForCausalLM": Family(DecoderSpec, _WITH_BIASES, _NORMED),
     "Qwen3NextForCausalLM": _QWEN3_NEXT,
-    "Qwen3MoeForCausalLM": Family(MoESpec, _MOE, _NORMED, _compute_moe),
+    "Qwen3MoeForCausalLM": Family(MoESpec, _MOE, _NORMED, compute_moe),
     "Qwen3_5ForCausalLM": _QWEN3_5,
     "Qwen3_5ForConditionalGeneration": _QWEN3_5,
-    "SmolLM3ForCausalLM": Family(DecoderSpec, _LLAMA, compute=_compute_smollm3),
+    "SmolLM3ForCausalLM": Family(DecoderSpec, _LLAMA, compute=compute_smollm3),
     "Qwen3_5MoeForCausalLM": _QWEN3_5_MOE,
     "Qwen3_5MoeForConditionalGeneration": _QWEN3_5_MOE,
 }
