@@ -4,14 +4,20 @@ import pytest
 import torch
 from conftest import (
     VOCAB_SIZE,
+    Oracle,
     check_invariants,
     generate_ids,
     greedy,
+    make_checkpoint,
     random_prompt,
 )
 from families import FAMILIES, make_family
+from test_config_fields import WITHOUT_EFFECT, find_unread_fields
+from transformers import SeedOssConfig
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.models.architectures import ARCHITECTURES, Family
+from nanovllm.models.decoder import DecoderSpec
 
 # Each of these shards another kind of tensor. The other families differ in RoPE, windows or norms,
 # which every rank has whole.
@@ -137,3 +143,22 @@ def test_the_number_of_experts_has_a_second_name(tmp_path):
     path.write_text(path.read_text().replace('"num_local_experts"', '"num_experts"'))
     prompt = random_prompt(1, 9)
     assert generate_ids(LLM(tmp_path, **POOL), [prompt], greedy(8)) == [oracle(prompt, 8)]
+
+
+def test_a_known_family_is_added_by_a_row(tmp_path, monkeypatch):
+    """The steps of models/README.md, for Seed-OSS: a row, a checkpoint, its tokens, its fields."""
+    names = {**ARCHITECTURES["LlamaForCausalLM"].names, "o_bias": "attention_out_bias"}
+    with pytest.raises(ValueError, match="SeedOssForCausalLM"):
+        check_seed_oss(tmp_path / "without")
+    monkeypatch.setitem(ARCHITECTURES, "SeedOssForCausalLM", Family(DecoderSpec, names))
+    check_seed_oss(tmp_path / "with")
+    unread = find_unread_fields(SeedOssConfig, "SeedOssForCausalLM")
+    assert unread.difference(WITHOUT_EFFECT) == {"residual_dropout"}, "only training uses it"
+
+
+def check_seed_oss(directory):
+    changes = {"family": SeedOssConfig, "attention_bias": True, "attention_out_bias": False}
+    oracle = Oracle(make_checkpoint(directory, **changes))
+    prompt = random_prompt(1, 30)
+    with LLM(directory, **POOL, max_num_batched_tokens=7) as llm:
+        assert generate_ids(llm, [prompt], greedy(9)) == [oracle(prompt, 9)]
