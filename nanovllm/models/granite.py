@@ -1,13 +1,13 @@
 """Granite 3: a decoder of Llama's structure with four constant factors.
 
-    e * embedding -> [ x + r * attention(norm(x)); x + r * mlp(norm(x)) ] per layer -> norm -> hidden
+    e * embedding -> [ x + r * attention(norm(x)); x + r * mlp(norm(x)) ] per layer -> norm
     scores of attention * a
     logits / l
 
 Here the residual stream is y = x / r. The layers are then those of decoder.py, and their optimized
 versions apply:
 
-    e / r * embedding -> [ y + attention(norm(y)); y + mlp(norm(y)) ] per layer -> norm -> hidden
+    e / r * embedding -> [ y + attention(norm(y)); y + mlp(norm(y)) ] per layer -> norm
 
 A norm computes x / sqrt(mean(x^2) + eps). Its result for y is the same if eps is divided by r^2.
 
