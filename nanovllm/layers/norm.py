@@ -23,10 +23,7 @@ class RMSNorm(nn.Module):
     def normalize(self, x: Tensor) -> Tensor:
         """Compute x / rms(x) in float32."""
         wide = x.float()
-        return wide * torch.rsqrt(self.mean_square(wide) + self.eps)
-
-    def mean_square(self, wide: Tensor) -> Tensor:
-        return wide.square().mean(-1, keepdim=True)
+        return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.weight * self.normalize(x).to(x.dtype)
@@ -53,6 +50,8 @@ class ParallelRMSNorm(RMSNorm):
     def targets(self, name: str) -> Iterator[tuple[str, Target]]:
         yield f"{name}.weight", Target(self.weight, 0, self.start, self.full_size)
 
-    def mean_square(self, wide: Tensor) -> Tensor:
+    def normalize(self, x: Tensor) -> Tensor:
         """Average the means of all ranks. If ranks share heads, every head counts as often."""
-        return self.tp.all_reduce(super().mean_square(wide)) / self.tp.size
+        wide = x.float()
+        means = self.tp.all_reduce(wide.square().mean(-1, keepdim=True))
+        return wide * torch.rsqrt(means / self.tp.size + self.eps)

@@ -22,7 +22,9 @@ from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import RopeSpec
 from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
 from nanovllm.models.gemma3 import Gemma3Spec
+from nanovllm.models.granite import GraniteSpec
 from nanovllm.models.moe import MoESpec
+from nanovllm.models.olmo import OlmoSpec
 from nanovllm.models.opt import OPTSpec
 from nanovllm.models.qwen3_5 import Qwen35MoESpec, Qwen35Spec
 from nanovllm.worker.worker import Worker
@@ -74,6 +76,10 @@ SPECS = {
         ropes=(RopeSpec.from_base(1e4, 16), RopeSpec.from_base(1e2, 16)),
         rope_indices=(0, 1),
     ),
+    "granite": make_decoder_spec(
+        GraniteSpec, embedding_multiplier=3.0, residual_multiplier=0.5, logits_scaling=2.0
+    ),
+    "olmo": make_decoder_spec(OlmoSpec, norm_eps=0.5, windows=(None, 3)),
     "opt": OPTSpec(
         **OPT_SIZES,
         embedding_size=24,
@@ -90,6 +96,7 @@ EXCLUDED = {
         *["num_value_heads", "qkv_sizes", "matrices_size", "projections", "shard_sizes", "starts"],
         "num_groups",
         *["num_ids", "normalized_shape", "num_embeddings", "embedding_dim"],
+        *["ParallelRMSNorm.start", "ParallelRMSNorm.full_size"],
     ],
     "it belongs to the tokenizer": ["vocab_size", "first_id"],
     "it does not affect the forward pass": [
@@ -98,7 +105,7 @@ EXCLUDED = {
     ],
     "most of these models have one RoPE": ["rope_index"],
     "one rank reduces nothing there": [
-        *["ColumnParallelLinear.tp", "Experts.tp", "GatedDeltaRule.tp"],
+        *["ColumnParallelLinear.tp", "Experts.tp", "GatedDeltaRule.tp", "ParallelRMSNorm.tp"],
     ],
 }
 # Parts of which more than a call is used, so that they cannot be wrapped.
@@ -186,7 +193,8 @@ def find_new_values(part, name, value):
         return [SimpleNamespace(**vars(value) | {"attend": wrap(value.attend)})]
     if isinstance(value, AttentionShape):
         return [replace(value, scale=3 * value.scale), replace(value, window=2)]
-    new_norm = randomize(RMSNorm(16, 0.5, torch.float32))
+    size = len(value.weight) if isinstance(value, RMSNorm) else 16
+    new_norm = randomize(RMSNorm(size, 0.5, torch.float32))
     if name == "num_experts_per_tok":
         return [1]
     if name in ("q_norm", "k_norm"):
