@@ -105,6 +105,8 @@ def find_roofline_fraction(roofline_seconds: float, seconds: float) -> float | N
 
 class ModelSizes(NamedTuple):
     matrices: int  # weights of the linear layers that a token uses, without the head
+    experts: int  # weights of all experts
+    used_share: float  # of the experts, by one token
     head: int  # weights of the output head
     state: int  # elements of recurrent states for each sequence
     attention: Counter[AttentionShape]  # number of layers of each shape
@@ -115,6 +117,8 @@ def find_sizes(spec: ModelSpec) -> ModelSizes:
         model = spec.make_model(attention)
     shapes = list(filter(None, map(spec.attention_shape, range(spec.num_layers))))
     matrices = 0
+    experts = 0
+    used_share = 0.0
     head = 0
     for layer in model.modules():
         if isinstance(layer, Linear):
@@ -125,12 +129,26 @@ def find_sizes(spec: ModelSpec) -> ModelSizes:
             assert isinstance(spec, MoESpec)
             num_weights = sum(parameter.numel() for parameter in layer.parameters())
             matrices += num_weights * spec.num_experts_per_tok // spec.num_experts
+            experts += num_weights
+            used_share = spec.num_experts_per_tok / spec.num_experts
     return ModelSizes(
         matrices=matrices,
+        experts=experts,
+        used_share=used_share,
         head=head,
         state=(spec.num_layers - len(shapes)) * spec.state_size,
         attention=Counter(shapes),
     )
+
+
+def count_read_matrices(sizes: ModelSizes, num_tokens: int) -> float:
+    """Return how many weights a step reads, without the head.
+
+    Of the experts, these are the ones that at least one token uses. Their expected number is that
+    of tokens that choose at random.
+    """
+    unused_share = (1 - sizes.used_share) ** num_tokens
+    return sizes.matrices + sizes.experts * (1 - sizes.used_share - unused_share)
 
 
 class AttentionWork(NamedTuple):
@@ -185,8 +203,8 @@ def compute_roofline_seconds(
         decode step i  of the requests with more than i output tokens, whose contexts have i tokens
                        more than their prompts:
                        2 * (matrices + head) * sequences + attention, in FLOPs
-                       matrices + head + K/V, in elements to read, of which quantized weights take
-                       fewer bytes
+                       matrices (of experts, those of all sequences) + head + K/V, in elements to
+                       read, of which quantized weights take fewer bytes
                        2 * bytes of recurrent states * sequences, to read and to write
 
     A prefill is bound by FLOPs, a decode step by FLOPs or by bandwidth, whichever takes longer. A
@@ -204,14 +222,15 @@ def compute_roofline_seconds(
     # Weights whose codes are read as floats are quantized by the option, as in models/weights.py.
     quantization = spec.quantization
     stored = None if quantization.format is None else quantization.format.scheme
-    weight_bytes = _count_bytes(sizes.matrices, stored or quantization.linear, spec.dtype)
-    weight_bytes += _count_bytes(sizes.head, quantization.head, spec.dtype)
+    bytes_per_weight = _count_bytes(1, stored or quantization.linear, spec.dtype)
+    head_bytes = _count_bytes(sizes.head, quantization.head, spec.dtype)
     for step in range(1, max(request.num_tokens for request in requests)):
         running = [request for request in requests if request.num_tokens > step]
         context_lens = [len(request.prompt) + step for request in running]
         work = count_decode(sizes, context_lens, shared_prefix)
         flops = 2 * num_weights * len(running) + work.flops
-        num_bytes = weight_bytes + work.elements * spec.dtype.itemsize
+        num_bytes = head_bytes + work.elements * spec.dtype.itemsize
+        num_bytes += bytes_per_weight * count_read_matrices(sizes, len(running))
         num_bytes += 2 * sizes.state * torch.float32.itemsize * len(running)
         seconds += max(flops / peak.flops_per_second, num_bytes / peak.bytes_per_second)
     return seconds

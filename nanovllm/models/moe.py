@@ -92,10 +92,10 @@ class Experts(nn.Module):
         gate, up = multiply(x, self.gate_up_proj[expert]).chunk(2, dim=-1)
         return multiply(F.silu(gate) * up, self.down_proj[expert])
 
-    def forward(self, x: Tensor, experts: Tensor) -> Tensor:
+    def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """Apply to each token of x [num_tokens, hidden_size] its `experts` [num_tokens, k].
 
-        Return [num_tokens, k, hidden_size].
+        Return the sum of their outputs, weighted by `weights` [num_tokens, k] in float32.
         """
         num_chosen = experts.shape[1]
         sorted_experts, order = experts.flatten().sort(stable=True)  # [num_tokens * k]
@@ -104,7 +104,9 @@ class Experts(nn.Module):
         parts = [self.compute(expert, part) for expert, part in zip(present.tolist(), rows)]
         outputs = x.new_empty(len(order), x.shape[1])
         outputs[order] = torch.cat(parts)
-        return outputs.unflatten(0, experts.shape)
+        # The sum is in float32, in an order that does not depend on the other tokens of the batch.
+        weighted = outputs.unflatten(0, experts.shape) * weights[..., None]
+        return weighted.sum(1).to(x.dtype)
 
 
 class MoE(nn.Module):
@@ -125,10 +127,7 @@ class MoE(nn.Module):
         weights, experts = probabilities.topk(self.num_experts_per_tok)  # [num_tokens, k]
         if self.normalize_weights:
             weights = weights / weights.sum(-1, keepdim=True)
-        # The sum is in float32 and in the order of the probabilities, so that it does not depend on
-        # the other tokens of the batch.
-        weighted = self.experts(x, experts) * weights[..., None]  # [num_tokens, k, hidden_size]
-        return self.tp.all_reduce(weighted.sum(1).to(x.dtype))
+        return self.tp.all_reduce(self.experts(x, experts, weights))
 
 
 class SharedExpertMoE(MoE):
@@ -141,5 +140,9 @@ class SharedExpertMoE(MoE):
         self.shared_expert_gate = ColumnParallelLinear(spec.hidden_size, parts, False, spec.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.shared_expert_gate(x).float().sigmoid()
-        return (super().forward(x) + weight * self.shared_expert(x)).to(x.dtype)
+        routed = super().forward(x)
+        return self.add_shared(routed, self.shared_expert(x), self.shared_expert_gate(x))
+
+    def add_shared(self, routed: Tensor, shared: Tensor, gate: Tensor) -> Tensor:
+        """Add sigmoid(gate) * shared, where `gate` is [num_tokens, 1], to the other outputs."""
+        return (routed + gate.float().sigmoid() * shared).to(routed.dtype)

@@ -241,6 +241,20 @@ def test_roofline_counts_the_experts_of_a_token():
     attention = 3 * (2 * 8 * 8 + 2 * 8 * 4)
     sizes = roofline.find_sizes(read_spec(config, BFLOAT16, 1))
     assert sizes.matrices == attention + 3 * (8 * 6 + 2 * 3 * 8 * 16)
+    assert roofline.count_read_matrices(sizes, 1) == pytest.approx(sizes.matrices)
+    # Of two tokens, the second finds each of its experts unused with probability 4/6.
+    two = attention + 3 * (8 * 6 + (2 + 2 * 4 / 6) * 3 * 8 * 16)
+    assert roofline.count_read_matrices(sizes, 2) == pytest.approx(two)
+    all_experts = attention + 3 * (8 * 6 + 6 * 3 * 8 * 16)
+    assert roofline.count_read_matrices(sizes, 1000) == pytest.approx(all_experts)
+
+
+def test_the_shape_with_experts_is_that_of_the_released_model():
+    """40 layers and both embeddings have 35 billion weights. A token uses 3 billion."""
+    sizes = roofline.find_sizes(read_spec(SHAPES["qwen3.5-35b-a3b-4l"], BFLOAT16, 1))
+    unused = sizes.experts * (1 - sizes.used_share)
+    assert round((10 * (sizes.matrices + unused) + 2 * sizes.head) / 1e9) == 35
+    assert round((10 * sizes.matrices + sizes.head) / 1e9) == 3
 
 
 def test_roofline_counts_what_the_option_quantizes():

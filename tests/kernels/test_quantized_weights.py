@@ -150,8 +150,9 @@ def test_quantized_experts_match_plain_ones(dtype):
     experts = quantize(randomize(Experts(spec, ALONE)), INT4)
     x = torch.randn(5, 40).to(dtype)
     chosen = torch.tensor([[0, 2], [2, 1], [0, 1], [1, 0], [2, 0]])
-    expected = experts(x, chosen)
+    weights = torch.rand(5, 2)
+    expected = experts(x, chosen, weights)
     kernelize(experts, CPU, dtype)
     assert type(experts) is PrepackedExperts
     limit = 1e-6 if dtype == torch.float32 else 0.01
-    assert relative_error(experts(x, chosen), expected) < limit
+    assert relative_error(experts(x, chosen, weights), expected) < limit

@@ -78,4 +78,5 @@ OPTIMIZED_LAYERS: list[type[OptimizedLayer]] = [
     prepacked.PrepackedRowParallelLinear,
     prepacked.PrepackedEmbedding,
     prepacked.PrepackedExperts,
+    prepacked.FastSharedExpertMoE,
 ]

@@ -14,7 +14,7 @@ from nanovllm.kernels.optimized_layer import OptimizedLayer
 from nanovllm.layers.embedding import Embedding
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.quantized import QuantizedWeight
-from nanovllm.models.moe import Experts
+from nanovllm.models.moe import Experts, SharedExpertMoE
 
 
 class Gate(IntEnum):
@@ -132,12 +132,13 @@ class PrepackedExperts(OptimizedLayer, Experts):
         self.structs = tuple([_make_array([each.struct for each in part]) for part in parts])
         return True
 
-    def forward(self, x: Tensor, experts: Tensor) -> Tensor:
+    def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         x = x.contiguous()
-        output = x.new_empty(*experts.shape, x.shape[1])
+        output = torch.empty_like(x)
         load(x.dtype).experts(
             x,
             experts,
+            weights,
             *self.structs,
             output,
             *experts.shape,
@@ -145,6 +146,16 @@ class PrepackedExperts(OptimizedLayer, Experts):
             x.shape[1],
             self.down[0].in_features,
         )
+        return output
+
+
+class FastSharedExpertMoE(OptimizedLayer, SharedExpertMoE):
+    replaces = SharedExpertMoE
+
+    def add_shared(self, routed: Tensor, shared: Tensor, gate: Tensor) -> Tensor:
+        output = torch.empty_like(routed)  # a hook may have kept `routed`
+        inputs = (routed, shared.contiguous(), gate.contiguous())
+        load(routed.dtype).add_shared(*inputs, output, *routed.shape)
         return output
 
 
