@@ -44,12 +44,12 @@ class Config(Checked):
             has one, counted from `device` or cuda:0. The number must divide the attention heads and
             the MLP width.
         max_model_len: Maximum of prompt plus generated tokens. None: the model's limit, but at most
-            4096 and at most what the KV cache holds.
+            4096 and at most what the KV cache holds. With longrope the limit is the original
+            length, and a larger value selects the long factors for all positions.
         max_num_batched_tokens: Token budget of one step. It is lowered, with a message, if layers
             with a window have no memory for the K/V of so many tokens beside their windows.
         max_num_seqs: Maximum number of sequences that hold KV blocks at once. It is lowered, with a
-            message, if there is no memory for the recurrent states or windows of so many (Qwen3.5,
-            Gemma 3).
+            message, if there is no memory for the recurrent states or windows of so many.
         kvcache_block_size: Tokens per block. None: the attention backend's preference.
         num_kvcache_blocks: Blocks in the KV cache. None: computed from the available memory. The
             computation is printed at start.

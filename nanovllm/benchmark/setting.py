@@ -73,7 +73,7 @@ def make_setting(args: argparse.Namespace, scratch: str) -> Setting:
     return Setting(
         model=model,
         hf_config=hf_config,
-        spec=read_spec(hf_config, dtype, 1, options["quantization"]),
+        spec=read_spec(hf_config, dtype, 1, options["quantization"], options["max_model_len"]),
         options=options,
         policies=policies,
         temperature=args.temperature,

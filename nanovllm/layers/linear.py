@@ -117,10 +117,10 @@ class ColumnParallelLinear(Linear):
                 group, row_in_group = divmod(place, rows_per_group)
                 first = (group * full_sizes[part] + before[part]) // self.num_groups + row_in_group
                 rows = slice(row, row + step)
-                shard = (0, first, full_sizes[part])
-                yield f"{parent}.{part}.weight", Target(self.weight[rows], *shard)
+                full = full_sizes[part]
+                yield f"{parent}.{part}.weight", Target(self.weight[rows], 0, first, full)
                 if self.bias is not None:
-                    yield f"{parent}.{part}.bias", Target(self.bias[rows], *shard)
+                    yield f"{parent}.{part}.bias", Target(self.bias[rows], 0, first, full)
                 row += step
             before[part] += full_size
 

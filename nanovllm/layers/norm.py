@@ -1,12 +1,7 @@
 """RMSNorm (Zhang and Sennrich, 2019)."""
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor, nn
-
-from nanovllm.layers.linear import Target
-from nanovllm.layers.tensor_parallel import TensorParallel
 
 
 class RMSNorm(nn.Module):
@@ -34,24 +29,3 @@ class ZeroCenteredRMSNorm(RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         return (self.normalize(x) * (1.0 + self.weight.float())).to(x.dtype)
-
-
-class ParallelRMSNorm(RMSNorm):
-    """RMSNorm over features that are sharded over the ranks in whole units, such as heads."""
-
-    def __init__(
-        self, size: int, eps: float, dtype: torch.dtype, tp: TensorParallel, unit: int
-    ) -> None:
-        shard_size, self.start = tp.divide(size, unit)
-        super().__init__(shard_size, eps, dtype)
-        self.tp = tp
-        self.full_size = size
-
-    def targets(self, name: str) -> Iterator[tuple[str, Target]]:
-        yield f"{name}.weight", Target(self.weight, 0, self.start, self.full_size)
-
-    def normalize(self, x: Tensor) -> Tensor:
-        """Average the means of all ranks. If ranks share heads, every head counts as often."""
-        wide = x.float()
-        means = self.tp.all_reduce(wide.square().mean(-1, keepdim=True))
-        return wide * torch.rsqrt(means / self.tp.size + self.eps)

@@ -74,10 +74,11 @@ def read_spec(
 def _find_family(name: object) -> "Family":
     if isinstance(name, str) and name in ARCHITECTURES:
         return ARCHITECTURES[name]
-    nearest = get_close_matches(str(name), ARCHITECTURES, cutoff=0.0)
+    nearest = get_close_matches(str(name), ARCHITECTURES, cutoff=0.5)
+    similar = f" (similar: {', '.join(nearest)})" if nearest else ""
     raise ValueError(
-        f"architectures[0]={show(name)} is not supported: the nearest supported ones are"
-        f" {', '.join(nearest)}, and nanovllm/models/README.md lists all"
+        f"architectures[0]={show(name)} is not supported{similar}: nanovllm/models/README.md lists"
+        " the supported classes"
     )
 
 

@@ -102,9 +102,9 @@ def read_max_len(config: PretrainedConfig, max_model_len: int | None) -> int:
     """Return the number of valid positions. Some RoPE types extend max_position_embeddings.
 
     longrope divides frequencies by short factors up to the original length, and by long ones in
-    longer contexts. Keys of both kinds do not fit together, and a context may grow beyond the
-    original length. The option max_model_len therefore decides for all positions, as in vLLM. By
-    default, the limit is the original length.
+    longer contexts. Cached keys were rotated with one set, and cannot be compared with queries of
+    the other. The option max_model_len therefore decides for all positions, as in vLLM. By default,
+    the limit is the original length.
     """
     rope = _read_parameters(config)
     max_len = config.max_position_embeddings  # llama3's and longrope's includes the extension

@@ -1,5 +1,5 @@
 """Qwen3-MoE: instead of one MLP, a layer has many small ones (experts), and a router sends each
-token to a few of them. Qwen3.5-MoE adds a shared expert, which computes every token.
+token to a few of them. Qwen3-Next and Qwen3.5-MoE add a shared expert, which receives every token.
 
     token             t0      t1      t2          experts per token: 2 of 4
     routed to         e3 e0   e0 e1   e3 e0
@@ -48,7 +48,7 @@ class MoESpec(DecoderSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class SharedExpertSpec(MoESpec):
-    """With a shared expert beside the others."""
+    """A decoder whose experts have a shared expert beside them."""
 
     shared_size: int  # intermediate size of the shared expert
 
@@ -131,12 +131,12 @@ class MoE(nn.Module):
 
 
 class SharedExpertMoE(MoE):
-    """A MoE to whose output that of a shared expert is added, with a sigmoid as its weight."""
+    """Adds the output of a shared expert, times a sigmoid gate, to that of the chosen experts."""
 
     def __init__(self, spec: SharedExpertSpec, tp: TensorParallel) -> None:
         super().__init__(spec, tp)
         self.shared_expert = MLP(replace(spec, intermediate_size=spec.shared_size), tp)
-        parts = [("shared_expert_gate", 1)]  # replicated, as the router
+        parts = [("shared_expert_gate", 1)]  # replicated, like the router
         self.shared_expert_gate = ColumnParallelLinear(spec.hidden_size, parts, False, spec.dtype)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -77,8 +77,8 @@ def test_invalid_configs_are_rejected(checkpoint, changes, complaint):
         (
             "qwen3",
             {"architectures": ["Qwen7ForCausalLM"]},
-            "architectures.0.='Qwen7ForCausalLM' is not supported: the nearest supported ones are"
-            " Qwen[23]ForCausalLM, Qwen[23]ForCausalLM, .* and nanovllm/models/README.md lists all",
+            "architectures.0.='Qwen7ForCausalLM' is not supported .similar: Qwen[23]ForCausalLM,"
+            " Qwen[23]ForCausalLM, .*: nanovllm/models/README.md lists the supported classes",
         ),
         ("qwen3", {"architectures": None}, "architectures.0.=None is not supported"),
         ("qwen3", {"architectures": [7]}, "architectures.0.=7 is not supported"),

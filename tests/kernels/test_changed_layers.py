@@ -96,7 +96,7 @@ EXCLUDED = {
         *["num_value_heads", "qkv_sizes", "matrices_size", "projections", "shard_sizes", "starts"],
         "num_groups",
         *["num_ids", "normalized_shape", "num_embeddings", "embedding_dim"],
-        *["ParallelRMSNorm.start", "ParallelRMSNorm.full_size"],
+        *["HeadsNorm.start", "HeadsNorm.full_size"],
     ],
     "it belongs to the tokenizer": ["vocab_size", "first_id"],
     "it does not affect the forward pass": [
@@ -105,7 +105,7 @@ EXCLUDED = {
     ],
     "most of these models have one RoPE": ["rope_index"],
     "one rank reduces nothing there": [
-        *["ColumnParallelLinear.tp", "Experts.tp", "GatedDeltaRule.tp", "ParallelRMSNorm.tp"],
+        *["ColumnParallelLinear.tp", "Experts.tp", "GatedDeltaRule.tp", "HeadsNorm.tp"],
     ],
 }
 # Parts of which more than a call is used, so that they cannot be wrapped.

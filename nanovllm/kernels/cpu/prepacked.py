@@ -128,8 +128,9 @@ class PrepackedExperts(OptimizedLayer, Experts):
         del self.gate_up_proj
         self.down = [PrepackedWeight(each) for each in self.down_proj]
         del self.down_proj
-        parts = (self.gate_up, self.down)
-        self.structs = tuple([_make_array([each.struct for each in part]) for part in parts])
+        gate_up = [each.struct for each in self.gate_up]
+        down = [each.struct for each in self.down]
+        self.structs = (_make_array(gate_up), _make_array(down))
         return True
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
