@@ -64,7 +64,7 @@ DELTA = dict(
     linear_key_head_dim=8,
     linear_value_head_dim=12,
 )
-HYBRID_EXPERTS = dict(DELTA, **EXPERTS, shared_expert_intermediate_size=20)
+HYBRID_EXPERTS = dict(DELTA, **EXPERTS, shared_expert_intermediate_size=16)
 FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "qwen2": (Qwen2Config, dict(tie_word_embeddings=False)),
     "qwen2.5-tied": (Qwen2Config, UNUSED_WINDOW),
