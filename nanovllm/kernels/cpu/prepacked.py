@@ -128,8 +128,7 @@ class PrepackedExperts(OptimizedLayer, Experts):
         del self.gate_up_proj
         self.down = [PrepackedWeight(each) for each in self.down_proj]
         del self.down_proj
-        parts = (self.gate_up, self.down)
-        self.structs = tuple([_make_array([each.struct for each in part]) for part in parts])
+        self.structs = (_make_array(self.gate_up), _make_array(self.down))
         return True
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
@@ -159,5 +158,5 @@ class FastSharedExpertMoE(OptimizedLayer, SharedExpertMoE):
         return output
 
 
-def _make_array(structs: list[Any]) -> Any:
-    return (Weight * len(structs))(*structs)
+def _make_array(weights: list[PrepackedWeight]) -> Any:
+    return (Weight * len(weights))(*[each.struct for each in weights])
