@@ -99,7 +99,9 @@ DELTA = dict(
     linear_key_head_dim=8,
     linear_value_head_dim=12,
 )
-HYBRID_EXPERTS = dict(DELTA, **EXPERTS, shared_expert_intermediate_size=20)
+HYBRID_EXPERTS = dict(DELTA, **EXPERTS, shared_expert_intermediate_size=16)
+TIED_EXPERTS = dict(HYBRID_EXPERTS, shared_expert_intermediate_size=20, attention_bias=True)
+NEXT_MIXED = dict(mlp_only_layers=[2], decoder_sparse_step=2, norm_topk_prob=False)
 FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "qwen2": (Qwen2Config, dict(tie_word_embeddings=False)),
     "qwen2.5-tied": (Qwen2Config, UNUSED_WINDOW),
@@ -147,9 +149,9 @@ FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "qwen3-moe-window": (Qwen3MoeConfig, dict(EXPERTS, **ALL_WINDOWS, norm_topk_prob=True)),
     "qwen3-moe-mixed": (Qwen3MoeConfig, dict(MIXED, tie_word_embeddings=False)),
     "qwen3.5-moe": (Qwen3_5MoeTextConfig, dict(HYBRID_EXPERTS, tie_word_embeddings=False)),
-    "qwen3.5-moe-tied": (Qwen3_5MoeTextConfig, dict(HYBRID_EXPERTS, attention_bias=True)),
+    "qwen3.5-moe-tied": (Qwen3_5MoeTextConfig, TIED_EXPERTS),
     "qwen3-next": (Qwen3NextConfig, dict(HYBRID_EXPERTS, tie_word_embeddings=False)),
-    "qwen3-next-mixed": (Qwen3NextConfig, dict(HYBRID_EXPERTS, mlp_only_layers=[1, 2])),
+    "qwen3-next-mixed": (Qwen3NextConfig, dict(HYBRID_EXPERTS, **NEXT_MIXED)),
 }
 
 

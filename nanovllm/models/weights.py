@@ -131,7 +131,7 @@ def _find_unexpected(files: TensorFiles, format: Format | None) -> list[str]:
         is_zero_bias = format is not None and name.endswith(".bias") and not files.read(name).any()
         if not is_zero_bias:
             unexpected.append(files.locate(name))
-    return unexpected
+    return list(dict.fromkeys(unexpected))  # matrices of a stacked tensor are in one place
 
 
 @torch.no_grad()

@@ -36,6 +36,7 @@ PROMPTS = [random_prompt(0, 9), random_prompt(1, 14)]
 SIZES = dict(hidden_size=64, intermediate_size=128, head_dim=16)
 UP = "model.layers.1.mlp.up_proj"
 PROJECTIONS = ("_proj.weight", "fc1.weight", "fc2.weight", "mlp.gate.weight")
+PROJECTIONS += ("in_proj_qkv.weight", "in_proj_z.weight", "in_proj_qkvz.weight")
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of 8 outputs the nibbles of an int32 have
 
 
@@ -309,9 +310,22 @@ def test_fp8_blocks_become_floats(tmp_path, size):
     assert tokens_of(tmp_path, tensor_parallel_size=size) == oracle_tokens(model, dequantized)
 
 
+def test_fp8_experts_become_floats(tmp_path):
+    """FP8 releases of Qwen3.5-MoE have a tensor per expert, as those of Qwen3-MoE."""
+    stored, floats = tmp_path / "stored", tmp_path / "floats"
+    make_family(stored, "qwen3.5-moe")
+    shutil.copytree(stored, floats)
+    dequantized = convert_to_fp8(stored)
+    assert any("experts.7.down_proj" in name for name in dequantized)
+    edit_weights(floats, lambda weights: weights.update(dequantized))
+    assert tokens_of(stored) == tokens_of(floats)
+
+
 @pytest.mark.parametrize("enable_kernels", [True, False])
 @pytest.mark.parametrize("name", ["gptq", "awq"])
-@pytest.mark.parametrize("family", ["gemma3-untied", "opt", "opt-350m", "qwen3-moe"])
+@pytest.mark.parametrize(
+    "family", ["gemma3-untied", "opt", "opt-350m", "qwen3-moe", "qwen3.5-moe", "qwen3-next"]
+)
 def test_codes_of_other_families_are_kept(tmp_path, family, name, enable_kernels):
     """Among them are experts, a router, and layers with biases."""
     stored, floats = tmp_path / "stored", tmp_path / "floats"

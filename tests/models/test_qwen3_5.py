@@ -443,7 +443,7 @@ def test_low_precision_is_as_exact_as_transformers(tmp_path, dtype):
         (dict(layer_types=["sliding_attention"] * 4), "layer_types must be"),
         (dict(layer_types=["linear_attention"] * 4), "layer_types without full_attention"),
         (dict(linear_num_value_heads=3), "must be a multiple of"),
-        (dict(architectures=["Qwen3_6ForCausalLM"]), "Qwen3_5ForCausalLM"),
+        (dict(architectures=["Qwen3_5ForTokenClassification"]), "Qwen3_5ForTokenClassification"),
         (dict(linear_conv_kernel_dim=0), "linear_conv_kernel_dim"),
     ],
 )

@@ -156,6 +156,24 @@ def test_experts_are_quantized_while_loading(tmp_path, monkeypatch, name, is_sta
     assert max(sizes) == 128 * 32  # q_proj, while all gate projections of a layer are larger
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_old_configs(tmp_path, name):
+    """RoPE as separate fields, an interval in place of layer_types, and defaults left out."""
+    make_family(tmp_path, name, layer_types=None, full_attention_interval=2)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    defaults = ("norm_topk_prob", "mlp_only_layers", "decoder_sparse_step", "hidden_act")
+    for field in ("layer_types", "rope_parameters", *defaults):
+        config.pop(field, None)
+    old = {"rope_theta": 500.0, "rope_scaling": None, "full_attention_interval": 2}
+    path.write_text(json.dumps({**config, **old, "partial_rotary_factor": 0.5}))
+    oracle = Oracle(AutoModelForCausalLM.from_pretrained(tmp_path).eval())
+    assert oracle.model.config.rope_parameters["partial_rotary_factor"] == 0.5
+    prompts = [random_prompt(seed, 20) for seed in range(3)]
+    expected = [oracle(prompt, 12) for prompt in prompts]
+    assert generate_ids(LLM(tmp_path, **POOL), prompts, greedy(12)) == expected
+
+
 def test_stacked_experts_that_do_not_fit(tmp_path):
     make_family(tmp_path, "qwen3.5-moe")
     single = load_file(tmp_path / "model.safetensors")

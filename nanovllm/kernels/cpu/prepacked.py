@@ -128,9 +128,7 @@ class PrepackedExperts(OptimizedLayer, Experts):
         del self.gate_up_proj
         self.down = [PrepackedWeight(each) for each in self.down_proj]
         del self.down_proj
-        gate_up = [each.struct for each in self.gate_up]
-        down = [each.struct for each in self.down]
-        self.structs = (_make_array(gate_up), _make_array(down))
+        self.structs = (_make_array(self.gate_up), _make_array(self.down))
         return True
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
@@ -160,5 +158,5 @@ class FastSharedExpertMoE(OptimizedLayer, SharedExpertMoE):
         return output
 
 
-def _make_array(structs: list[Any]) -> Any:
-    return (Weight * len(structs))(*structs)
+def _make_array(weights: list[PrepackedWeight]) -> Any:
+    return (Weight * len(weights))(*[each.struct for each in weights])
