@@ -2,7 +2,7 @@
 
 If there is an index, the checkpoint has only the tensors that it lists. Files are mapped into
 memory, so a tensor takes memory only while it is read. Of a float weight, a rank reads only its
-shard. Codes are read whole.
+shard. Codes are read whole, and of stacked experts one matrix at a time.
 
 Some checkpoints stack the weights of all experts into one tensor. Each of its matrices then has the
 name that it has in other checkpoints, and is read alone.
@@ -30,7 +30,7 @@ _STACKED_EXPERTS = re.compile(r"(.*\.experts)\.(gate_up|down)_proj")
 
 @dataclass(frozen=True)
 class StackedMatrix:
-    """Rows of an expert in a stacked tensor. Has what is used of a slice from safetensors."""
+    """Rows of one expert in a stacked tensor, with the methods of a safetensors slice."""
 
     stacked: Any  # the slice of the whole tensor [num_experts, num_rows, num_columns]
     expert: int

@@ -194,7 +194,7 @@ _GEMMA3 = Family(
 _QWEN3_5 = Family(Qwen35Spec, _DELTA, _NORMED, compute_qwen3_5)
 _QWEN3_5_MOE = Family(
     Qwen35MoESpec,
-    # The shared experts are its only MLPs, and config.json has no intermediate_size.
+    # config.json has no intermediate_size, because only the shared expert is an ordinary MLP.
     {**_DELTA, **_EXPERTS, **_SHARED, "intermediate_size": _SHARED["shared_size"]},
     {**_NORMED, "normalize_weights": True, "dense_layers": frozenset()},
     compute_qwen3_5_moe,
