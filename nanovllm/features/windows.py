@@ -39,6 +39,7 @@ from nanovllm.engine.block_manager import Block, BlockManager
 from nanovllm.engine.extension import Extension
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.layers.attention import find_first_visible
 from nanovllm.outputs import FinishReason
 from nanovllm.utils.arithmetic import cdiv
 from nanovllm.worker.worker import Worker
@@ -101,7 +102,7 @@ class Windows(Extension):
     def find_start(self, num_blocks: int) -> int:
         """Return the first block that the token after the first `num_blocks` blocks attends to."""
         position = num_blocks * self.block_size
-        return max(0, position + 1 - self.window) // self.block_size
+        return find_first_visible(position, self.window) // self.block_size
 
     def limit_prefix(self, seq: Sequence, prefix: list[Block]) -> list[Block]:
         """Cut `prefix` where the last window before its end is cached."""

@@ -44,7 +44,11 @@ class AttentionShape:
 
     def find_first_visible(self, position: int) -> int:
         """Return the first position that a query at `position` attends to."""
-        return 0 if self.window is None else max(0, position + 1 - self.window)
+        return find_first_visible(position, self.window)
+
+
+def find_first_visible(position: int, window: int | None) -> int:
+    return 0 if window is None else max(0, position + 1 - window)
 
 
 def reason_unavailable(
