@@ -225,11 +225,11 @@ ARCHITECTURES = {
     "Phi3ForCausalLM": Family(DecoderSpec, _DECODER, _FUSED, compute_phi3),
     "Qwen2ForCausalLM": Family(DecoderSpec, _DECODER, {"qkv_bias": True}),
     "Qwen3ForCausalLM": Family(DecoderSpec, _WITH_BIASES, _NORMED),
-    "Qwen3NextForCausalLM": _QWEN3_NEXT,
     "Qwen3MoeForCausalLM": Family(MoESpec, _MOE, _NORMED, compute_moe),
+    "Qwen3NextForCausalLM": _QWEN3_NEXT,
     "Qwen3_5ForCausalLM": _QWEN3_5,
     "Qwen3_5ForConditionalGeneration": _QWEN3_5,
-    "SmolLM3ForCausalLM": Family(DecoderSpec, _LLAMA, compute=compute_smollm3),
     "Qwen3_5MoeForCausalLM": _QWEN3_5_MOE,
     "Qwen3_5MoeForConditionalGeneration": _QWEN3_5_MOE,
+    "SmolLM3ForCausalLM": Family(DecoderSpec, _LLAMA, compute=compute_smollm3),
 }
