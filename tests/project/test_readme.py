@@ -9,14 +9,18 @@ import sys
 import textwrap
 
 import pytest
+import torch
 from project_helpers import ROOT, reject, start
+from transformers import NanoChatConfig
 
 import example
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.models import architectures
+from nanovllm.models.architectures import ARCHITECTURES, read_spec
 from nanovllm.utils import terminal
 
 PACKAGE = ROOT / "nanovllm"
-READMES = [ROOT / "README.md", ROOT / ".ci/gpu/README.md", *sorted(PACKAGE.rglob("README.md"))]
+READMES = [ROOT / "README.md", ROOT / ".ci/gpu/README.md", *sorted(PACKAGE.rglob("*.md"))]
 README = READMES[0].read_text()
 COMMANDS = re.findall(r"^python3 -m venv .*$", README, flags=re.MULTILINE)
 
@@ -95,6 +99,18 @@ def test_readme_code_runs(capsys):
     (structured,) = find_code("python", read("features"))
     exec(structured, names)
     assert capsys.readouterr().out.strip() == structured.split("# ")[1].strip()
+
+
+def test_a_model_of_ones_own_is_added(tmp_path, monkeypatch):
+    """The code of the course's last page is a model file, a row, and a test."""
+    monkeypatch.setitem(ARCHITECTURES, "NanoChatForCausalLM", None)
+    text = (PACKAGE / "course/own_model.md").read_text()
+    names = {**vars(architectures), "directory": tmp_path}
+    for code in find_code("py", text):
+        exec(code, names)
+    config = NanoChatConfig(architectures=["NanoChatForCausalLM"], hidden_act="gelu")
+    with pytest.raises(ValueError, match="hidden_act"):
+        read_spec(config, torch.float32, 1)
 
 
 def test_readmes_quote_the_package():
