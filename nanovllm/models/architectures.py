@@ -7,6 +7,7 @@ file of its own. An unsupported feature is rejected with an error that names it,
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,6 @@ from nanovllm.models.computed_fields import (
     compute_granite,
     compute_moe,
     compute_opt,
-    compute_phi3,
     compute_qwen3_5,
     compute_qwen3_5_moe,
     compute_qwen3_next,
@@ -222,7 +222,12 @@ ARCHITECTURES = {
         compute=compute_opt,
         supported={"activation_function": ("relu",)},
     ),
-    "Phi3ForCausalLM": Family(DecoderSpec, _DECODER, _FUSED, compute_phi3),
+    "Phi3ForCausalLM": Family(
+        DecoderSpec,
+        _DECODER,
+        _FUSED,
+        partial(compute_decoder, allow_partial_rope=True),
+    ),
     "Qwen2ForCausalLM": Family(DecoderSpec, _DECODER, {"qkv_bias": True}),
     "Qwen3ForCausalLM": Family(DecoderSpec, _WITH_BIASES, _NORMED),
     "Qwen3MoeForCausalLM": Family(MoESpec, _MOE, _NORMED, compute_moe),

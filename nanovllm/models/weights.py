@@ -43,7 +43,7 @@ def allocate_model(
     """
     sizes = (
         f"config.json has vocab_size={spec.vocab_size}, hidden_size={spec.hidden_size},"
-        f" intermediate_size={spec.intermediate_size}, num_hidden_layers={spec.num_layers}"
+        f" num_hidden_layers={spec.num_layers}"
     )
     # torch raises RuntimeError where a tensor's size overflows.
     with torch.device("meta"), naming(sizes, RuntimeError):
