@@ -66,8 +66,9 @@ def read_spec(
         read = {**_read_fields(config, family.spec, family.names), **family.fixed}
         computed = family.compute(config, {**read, "max_model_len": max_model_len})
         quantized = read_quantization(config, quantization)
-        spec = family.spec(**{**read, **computed, "dtype": dtype, "quantization": quantized})
-        _check_ranks(spec, family.names, num_ranks)
+        others = {"dtype": dtype, "quantization": quantized, "config_names": family.names}
+        spec = family.spec(**{**read, **computed, **others})
+        _check_ranks(spec, num_ranks)
         return spec
 
 
@@ -82,13 +83,13 @@ def _find_family(name: object) -> "Family":
     )
 
 
-def _check_ranks(spec: ModelSpec, names: Mapping[str, str], num_ranks: int) -> None:
+def _check_ranks(spec: ModelSpec, num_ranks: int) -> None:
     for field in spec.divided_fields:
         size = getattr(spec, field)
         if size % num_ranks != 0:
             raise ValueError(
-                f"tensor_parallel_size={num_ranks} does not divide {names[field]}={size}:"
-                " use a divisor of it"
+                f"tensor_parallel_size={num_ranks} does not divide"
+                f" {spec.config_names[field]}={size}: use a divisor of it"
             )
     num_kv_heads = spec.num_kv_heads
     if num_kv_heads % num_ranks != 0 and num_ranks % num_kv_heads != 0:

@@ -312,6 +312,11 @@ def convert_to_fp8(directory, others=()):
     return dequantized
 
 
+def stack_fp8_experts(weights):
+    stack_experts(weights)
+    stack_experts(weights, "_scale_inv")
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_fp8_blocks_become_floats(tmp_path, size):
     """Ranks may share a block."""
@@ -332,8 +337,7 @@ def test_fp8_experts_become_floats(tmp_path, family, is_stacked, size):
     assert any("experts.7.down_proj" in name for name in dequantized)
     edit_weights(floats, lambda weights: weights.update(dequantized))
     if is_stacked:
-        for suffix in ("", "_scale_inv"):
-            edit_weights(stored, lambda weights: stack_experts(weights, suffix))
+        edit_weights(stored, stack_fp8_experts)
     assert tokens_of(stored, tensor_parallel_size=size) == tokens_of(floats)
 
 
@@ -341,8 +345,7 @@ def test_stacked_experts_that_share_a_block_are_rejected(tmp_path):
     """Factors of 512 rows in 4 blocks fit 2 x 200 rows as well, with other borders."""
     make_family(tmp_path, "qwen3-moe", moe_intermediate_size=200)
     convert_to_fp8(tmp_path)
-    for suffix in ("", "_scale_inv"):
-        edit_weights(tmp_path, lambda weights: stack_experts(weights, suffix))
+    edit_weights(tmp_path, stack_fp8_experts)
     complaint = "gate_up_proj in .* has blocks with rows of gate_proj and up_proj"
     with pytest.raises(ValueError, match=complaint):
         load(tmp_path)
