@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from conftest import Oracle, make_checkpoint
 from transformers import (
     Gemma3TextConfig,
@@ -159,3 +160,19 @@ def make_family(directory, name, **changes):
     """Save a random checkpoint of a family, and return its oracle."""
     family, settings = FAMILIES[name]
     return Oracle(make_checkpoint(directory, family=family, **{**settings, **changes}))
+
+
+def stack_experts(weights, suffix=""):
+    """Store the experts as on the Hub: gate and up projections, one after the other, and down.
+
+    With a suffix, stack the tensors that have it, such as "_scale_inv".
+    """
+    layers = {name.partition(".experts.")[0] for name in weights if ".experts." in name}
+    for layer in sorted(layers):
+        stacked = {}
+        for part in ("gate", "up", "down"):
+            names = [f"{layer}.experts.{expert}.{part}_proj.weight{suffix}" for expert in range(8)]
+            stacked[part] = torch.stack([weights.pop(name) for name in names])
+        gate_up = torch.cat((stacked["gate"], stacked["up"]), dim=1)
+        weights[f"{layer}.experts.gate_up_proj{suffix}"] = gate_up
+        weights[f"{layer}.experts.down_proj{suffix}"] = stacked["down"]

@@ -11,6 +11,7 @@
                          weight_scale [out, groups]
     fp8                  weight [out, in] in float8_e4m3fn,                     floats
                          weight_scale_inv [out / 128, in / 128]
+    fp8, stacked experts gate_up_proj, gate_up_proj_scale_inv, down_proj, ...   floats
 
 Codes that a QuantizedWeight can hold are kept as they are. Other weights become floats, because
 new codes would lose precision. Whether a weight is quantized is read from the names of the stored
@@ -26,7 +27,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from nanovllm.checkpoints.tensor_files import FLOATS, TensorFiles
+from nanovllm.checkpoints.tensor_files import FLOATS, StackedMatrix, TensorFiles
 from nanovllm.layers.quantized import QuantizedWeight, Scheme, unpack
 from nanovllm.utils.arithmetic import cdiv
 
@@ -59,12 +60,15 @@ class FP8(Format):
     marker = "weight_scale_inv"
 
     def read(self, files: TensorFiles, layer: str, shape: list[int]) -> Tensor:
-        weight = files.read(f"{layer}.weight", shape, ["F8_E4M3"]).float()
+        name = f"{layer}.weight"
+        weight = files.open(name, shape, ["F8_E4M3"])
+        if isinstance(weight, StackedMatrix) and weight.rows.start % FP8_BLOCK != 0:
+            raise ValueError(f"{files.locate(name)} has blocks with rows of gate_proj and up_proj")
         num_blocks = [cdiv(size, FP8_BLOCK) for size in shape]
         factors = files.read(f"{layer}.{self.marker}", num_blocks).float()
         for dim, size in enumerate(shape):
             factors = factors.repeat_interleave(FP8_BLOCK, dim).narrow(dim, 0, size)
-        return weight * factors
+        return weight[...].float() * factors
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ from nanovllm.utils.checks import naming, read_json
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 INDEX = "model.safetensors.index.json"
 _DAMAGED = (SafetensorError, OSError)  # what safe_open raises
-_STACKED_EXPERTS = re.compile(r"(.*\.experts)\.(gate_up|down)_proj")
+_STACKED_EXPERTS = re.compile(r"(.*\.experts)\.(gate_up|down)_proj(_scale_inv)?")
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,8 @@ class TensorFiles:
         shape = self._files[path].get_slice(stored_name).get_shape() if match else []
         if match is None or len(shape) != 3:
             return [name]
-        matrices = _divide_experts(match[1], match[2], shape)
+        key = f"weight{match[3] or ''}"
+        matrices = _divide_experts(match[1], match[2], key, shape)
         self._matrices.update(matrices)
         return list(matrices)
 
@@ -167,7 +168,9 @@ def _normalize(stored_name: str) -> str:
     return re.sub(r"^model\.(language_model|decoder)\.", "model.", name)
 
 
-def _divide_experts(layer: str, kind: str, shape: list[int]) -> dict[str, tuple[int, slice]]:
+def _divide_experts(
+    layer: str, kind: str, key: str, shape: list[int]
+) -> dict[str, tuple[int, slice]]:
     """Return the matrices in a stacked tensor, by the names that they have as tensors.
 
     With gate_up_proj, the first half of an expert's rows is gate_proj, and the second up_proj.
@@ -178,7 +181,7 @@ def _divide_experts(layer: str, kind: str, shape: list[int]) -> dict[str, tuple[
     if kind == "gate_up":
         parts = {"gate": slice(0, half), "up": slice(half, num_rows)}
     return {
-        f"{layer}.{expert}.{part}_proj.weight": (expert, rows)
+        f"{layer}.{expert}.{part}_proj.{key}": (expert, rows)
         for expert in range(num_experts)
         for part, rows in parts.items()
     }

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 class RopeSpec:
     """Frequencies and scale of one RoPE variant."""
 
-    inv_freq: tuple[float, ...]  # [head_dim / 2], radians per position, each a float32
+    # float32 [head_dim / 2], or fewer for partial RoPE, in radians per position.
+    inv_freq: tuple[float, ...]
     attention_factor: float = 1.0  # factor of YaRN and longrope on cos and sin
 
     @classmethod
@@ -43,17 +44,17 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("inv_freq", inv_freq, persistent=False)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and sin, each float32 [num_tokens, 1, head_dim / 2]."""
+        """Return cos and sin, each float32 [num_tokens, 1, len(inv_freq)]."""
         angles = (positions.float()[:, None] * self.inv_freq).unsqueeze(1)
         return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [num_tokens, num_heads, head_dim] by cos and sin [num_tokens, 1, head_dim / 2].
+    """Rotate x [num_tokens, num_heads, head_dim] by cos and sin [num_tokens, 1, half].
 
-    A pair is dimension i and i + head_dim / 2, as in Hugging Face models. If cos and sin are
-    shorter than head_dim / 2, only the first dimensions are rotated, as a head of their own. The
-    result is computed in float32 and rounded once.
+    A pair is dimension i and i + half, as in Hugging Face models. If half is less than
+    head_dim / 2, only the first dimensions are rotated (partial RoPE). The result is computed in
+    float32 and rounded once.
     """
     half = cos.shape[-1]
     first, second, rest = x.float().tensor_split((half, 2 * half), dim=-1)

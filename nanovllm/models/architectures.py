@@ -7,6 +7,7 @@ file of its own. An unsupported feature is rejected with an error that names it,
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,6 @@ from nanovllm.models.computed_fields import (
     compute_granite,
     compute_moe,
     compute_opt,
-    compute_phi3,
     compute_qwen3_5,
     compute_qwen3_5_moe,
     compute_qwen3_next,
@@ -66,8 +66,9 @@ def read_spec(
         read = {**_read_fields(config, family.spec, family.names), **family.fixed}
         computed = family.compute(config, {**read, "max_model_len": max_model_len})
         quantized = read_quantization(config, quantization)
-        spec = family.spec(**{**read, **computed, "dtype": dtype, "quantization": quantized})
-        _check_ranks(spec, family.names, num_ranks)
+        others = {"dtype": dtype, "quantization": quantized, "config_names": family.names}
+        spec = family.spec(**{**read, **computed, **others})
+        _check_ranks(spec, num_ranks)
         return spec
 
 
@@ -82,13 +83,13 @@ def _find_family(name: object) -> "Family":
     )
 
 
-def _check_ranks(spec: ModelSpec, names: Mapping[str, str], num_ranks: int) -> None:
+def _check_ranks(spec: ModelSpec, num_ranks: int) -> None:
     for field in spec.divided_fields:
         size = getattr(spec, field)
         if size % num_ranks != 0:
             raise ValueError(
-                f"tensor_parallel_size={num_ranks} does not divide {names[field]}={size}:"
-                " use a divisor of it"
+                f"tensor_parallel_size={num_ranks} does not divide"
+                f" {spec.config_names[field]}={size}: use a divisor of it"
             )
     num_kv_heads = spec.num_kv_heads
     if num_kv_heads % num_ranks != 0 and num_ranks % num_kv_heads != 0:
@@ -222,7 +223,12 @@ ARCHITECTURES = {
         compute=compute_opt,
         supported={"activation_function": ("relu",)},
     ),
-    "Phi3ForCausalLM": Family(DecoderSpec, _DECODER, _FUSED, compute_phi3),
+    "Phi3ForCausalLM": Family(
+        DecoderSpec,
+        _DECODER,
+        _FUSED,
+        partial(compute_decoder, allow_partial_rope=True),
+    ),
     "Qwen2ForCausalLM": Family(DecoderSpec, _DECODER, {"qkv_bias": True}),
     "Qwen3ForCausalLM": Family(DecoderSpec, _WITH_BIASES, _NORMED),
     "Qwen3MoeForCausalLM": Family(MoESpec, _MOE, _NORMED, compute_moe),

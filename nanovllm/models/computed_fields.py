@@ -114,10 +114,6 @@ def compute_granite(config: PretrainedConfig, given: Fields) -> Fields:
     return {**compute_decoder(config, given), "scale": given["scale"]}
 
 
-def compute_phi3(config: PretrainedConfig, given: Fields) -> Fields:
-    return compute_decoder(config, given, allow_partial_rope=True)
-
-
 def compute_smollm3(config: PretrainedConfig, given: Fields) -> Fields:
     """Compute a second RoPE, which rotates by 0, for layers without positions (NoPE).
 

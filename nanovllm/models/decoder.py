@@ -173,6 +173,8 @@ class DecoderLayers(nn.ModuleList):
 class Decoder(nn.Module):
     """Token ids to hidden states."""
 
+    embedding_scale = 1.0  # factor on embeddings
+
     def __init__(self, spec: DecoderSpec, backend: Backend, tp: TensorParallel) -> None:
         super().__init__()
         self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, spec.dtype, tp)
@@ -184,7 +186,8 @@ class Decoder(nn.Module):
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Return the input of the first layer, [num_tokens, hidden_size]."""
-        return self.embed_tokens(token_ids)
+        embedded = self.embed_tokens(token_ids)
+        return embedded if self.embedding_scale == 1.0 else embedded * self.embedding_scale
 
     def forward(self, batch: Batch, kv_caches: list[Tensor]) -> Tensor:
         x = self.embed(batch.input_ids)

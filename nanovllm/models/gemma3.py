@@ -76,6 +76,3 @@ class Gemma3Decoder(Decoder):
         # on the device "meta", which has no numbers.
         root = torch.tensor(spec.hidden_size**0.5, dtype=spec.dtype, device="cpu")
         self.embedding_scale = root.item()
-
-    def embed(self, token_ids: Tensor) -> Tensor:
-        return super().embed(token_ids) * self.embedding_scale

@@ -48,9 +48,6 @@ class GraniteDecoder(Decoder):
         self.embedding_scale = spec.embedding_multiplier / spec.residual_multiplier
         self.logits_scaling = spec.logits_scaling
 
-    def embed(self, token_ids: Tensor) -> Tensor:
-        return super().embed(token_ids) * self.embedding_scale
-
     def forward(self, batch: Batch, kv_caches: list[Tensor]) -> Tensor:
         """Divide the hidden states, which divides the logits."""
         return super().forward(batch, kv_caches) / self.logits_scaling

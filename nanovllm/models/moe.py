@@ -123,11 +123,15 @@ class MoE(nn.Module):
         self.experts = Experts(spec, tp)
 
     def forward(self, x: Tensor) -> Tensor:
+        return self.tp.all_reduce(self.compute(x))
+
+    def compute(self, x: Tensor) -> Tensor:
+        """Compute this rank's share of the output."""
         probabilities = self.gate(x).softmax(-1, dtype=torch.float32)
         weights, experts = probabilities.topk(self.num_experts_per_tok)  # [num_tokens, k]
         if self.normalize_weights:
             weights = weights / weights.sum(-1, keepdim=True)
-        return self.tp.all_reduce(self.experts(x, experts, weights))
+        return self.experts(x, experts, weights)
 
 
 class SharedExpertMoE(MoE):
@@ -135,12 +139,14 @@ class SharedExpertMoE(MoE):
 
     def __init__(self, spec: SharedExpertSpec, tp: TensorParallel) -> None:
         super().__init__(spec, tp)
+        # Without a group it does not add up the ranks' shares, because `forward` does.
+        tp = replace(tp, group=None, host_group=None)
         self.shared_expert = MLP(replace(spec, intermediate_size=spec.shared_size), tp)
         parts = [("shared_expert_gate", 1)]  # replicated, like the router
         self.shared_expert_gate = ColumnParallelLinear(spec.hidden_size, parts, False, spec.dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
-        routed = super().forward(x)
+    def compute(self, x: Tensor) -> Tensor:
+        routed = super().compute(x)
         return self.add_shared(routed, self.shared_expert(x), self.shared_expert_gate(x))
 
     def add_shared(self, routed: Tensor, shared: Tensor, gate: Tensor) -> Tensor:

@@ -4,7 +4,8 @@ Each structure of models has a subclass of ModelSpec in the file of its layers, 
 fills it from config.json.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import cast
 
 import torch
@@ -50,6 +51,8 @@ class ModelSpec:
     max_len: int  # maximum number of positions, with RoPE scaling
     dtype: torch.dtype
     quantization: Quantization = NOT_QUANTIZED
+    # Names in config.json of some fields, for messages.
+    config_names: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property
     def divided_fields(self) -> tuple[str, ...]:

@@ -41,10 +41,12 @@ def allocate_model(
     not fit into memory. Raises ValueError, and allocates nothing, if the weights of one rank exceed
     all memory of the device.
     """
-    sizes = (
-        f"config.json has vocab_size={spec.vocab_size}, hidden_size={spec.hidden_size},"
-        f" intermediate_size={spec.intermediate_size}, num_hidden_layers={spec.num_layers}"
-    )
+    values = {
+        name: getattr(spec, field)
+        for field, name in spec.config_names.items()
+        if field.endswith("_size") or field == "num_layers"
+    }
+    sizes = f"config.json has {', '.join(f'{name}={value}' for name, value in values.items())}"
     # torch raises RuntimeError where a tensor's size overflows.
     with torch.device("meta"), naming(sizes, RuntimeError):
         model = spec.make_model(backend, tp)

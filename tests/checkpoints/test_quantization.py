@@ -21,7 +21,7 @@ from conftest import (
     make_checkpoint,
     random_prompt,
 )
-from families import make_family
+from families import make_family, stack_experts
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import Qwen3_5Config, Qwen3MoeConfig
@@ -258,8 +258,12 @@ def test_zeros_of_gptq_take_all_values(tmp_path, bits, version, desc_act):
 
 
 @pytest.mark.parametrize("option", [None, "int8"])
-def test_inputs_of_scattered_groups_become_floats(checkpoint, tmp_path, option):
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-moe"])
+def test_inputs_of_scattered_groups_become_floats(tmp_path, family, option):
     """With desc_act a group has any inputs, which no QuantizedWeight holds."""
+    stored, floats = tmp_path / "stored", tmp_path / "floats"
+    make_family(stored, family, **SIZES)
+    shutil.copytree(stored, floats)
 
     def shuffle(size):
         return torch.randperm(size, generator=torch.Generator().manual_seed(0))
@@ -271,23 +275,29 @@ def test_inputs_of_scattered_groups_become_floats(checkpoint, tmp_path, option):
         ).codes
         return pack_gptq(weight, g_idx=(torch.arange(weight.shape[1]) // 32)[order])
 
-    in_order = convert(tmp_path, gptq(desc_act=True), make_parts, INT4_32)
+    in_order = convert(stored, gptq(desc_act=True), make_parts, INT4_32)
     dequantized = {name: full[:, shuffle(full.shape[1])] for name, full in in_order.items()}
     if option is None:
-        assert tokens_of(tmp_path) == oracle_tokens(checkpoint, dequantized)
+        edit_weights(floats, lambda weights: weights.update(dequantized))
+        assert tokens_of(stored) == tokens_of(floats)
     else:
-        with load(tmp_path, quantization=option) as llm:
+        with load(stored, quantization=option) as llm:
             model = llm.model_runner.executor.worker.spec.quantization
             assert model.linear == Scheme(8, 128)
             assert len(generate_ids(llm, PROMPTS, greedy(4))) == 2
 
 
-def convert_to_fp8(directory):
-    """Store the projections in blocks of 128 x 128. Return their dequantized weights."""
+def convert_to_fp8(directory, others=()):
+    """Store projections in blocks of 128 x 128. Return their dequantized weights.
+
+    Routers, and the projections of beta and decay, stay floats, as in releases.
+    """
     dequantized = {}
 
     def edit(weights):
-        for name in [name for name in weights if name.endswith("_proj.weight")]:
+        for name in [name for name in weights if name.endswith((*PROJECTIONS, *others))]:
+            if name.endswith("mlp.gate.weight"):
+                continue
             weight = weights.pop(name)
             sizes = [-(-size // 128) for size in weight.shape]
             factors = torch.rand(sizes) + 0.5
@@ -302,6 +312,11 @@ def convert_to_fp8(directory):
     return dequantized
 
 
+def stack_fp8_experts(weights):
+    stack_experts(weights)
+    stack_experts(weights, "_scale_inv")
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_fp8_blocks_become_floats(tmp_path, size):
     """Ranks may share a block."""
@@ -310,15 +325,30 @@ def test_fp8_blocks_become_floats(tmp_path, size):
     assert tokens_of(tmp_path, tensor_parallel_size=size) == oracle_tokens(model, dequantized)
 
 
-def test_fp8_experts_become_floats(tmp_path):
-    """FP8 releases of Qwen3.5-MoE have a tensor per expert, as those of Qwen3-MoE."""
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("is_stacked", [False, True])
+@pytest.mark.parametrize("family", ["qwen3-moe", "qwen3.5-moe", "qwen3-next"])
+def test_fp8_experts_become_floats(tmp_path, family, is_stacked, size):
+    """Releases have a tensor per expert. Programs that stack experts stack their factors, too."""
     stored, floats = tmp_path / "stored", tmp_path / "floats"
-    make_family(stored, "qwen3.5-moe")
+    make_family(stored, family, hidden_size=160, moe_intermediate_size=256 if is_stacked else 200)
     shutil.copytree(stored, floats)
     dequantized = convert_to_fp8(stored)
     assert any("experts.7.down_proj" in name for name in dequantized)
     edit_weights(floats, lambda weights: weights.update(dequantized))
-    assert tokens_of(stored) == tokens_of(floats)
+    if is_stacked:
+        edit_weights(stored, stack_fp8_experts)
+    assert tokens_of(stored, tensor_parallel_size=size) == tokens_of(floats)
+
+
+def test_stacked_experts_that_share_a_block_are_rejected(tmp_path):
+    """Factors of 512 rows in 4 blocks fit 2 x 200 rows as well, with other borders."""
+    make_family(tmp_path, "qwen3-moe", moe_intermediate_size=200)
+    convert_to_fp8(tmp_path)
+    edit_weights(tmp_path, stack_fp8_experts)
+    complaint = "gate_up_proj in .* has blocks with rows of gate_proj and up_proj"
+    with pytest.raises(ValueError, match=complaint):
+        load(tmp_path)
 
 
 @pytest.mark.parametrize("enable_kernels", [True, False])
@@ -336,6 +366,53 @@ def test_codes_of_other_families_are_kept(tmp_path, family, name, enable_kernels
     edit_weights(floats, lambda weights: weights.update(dequantized))
     expected = tokens_of(floats, enable_kernels=enable_kernels)
     assert tokens_of(stored, enable_kernels=enable_kernels) == expected
+
+
+KEPT = {"modules_to_not_convert": ["gate", "shared_expert_gate", "linear_attn", "lm_head"]}
+
+
+@pytest.mark.parametrize("family", ["qwen3.5-moe", "qwen3-next"])
+@pytest.mark.parametrize(
+    "name, others",
+    [
+        ("gptq", {"dynamic": {"-:.*attn.*": {}, "-:.*shared_expert.*": {}}, "lm_head": False}),
+        ("awq", KEPT),
+        ("compressed", {"ignore": ["lm_head", "re:.*mlp.gate$", "re:.*shared_expert.*"]}),
+    ],
+)
+@pytest.mark.parametrize("part", [".experts.", "shared_expert.", "linear_attn.", "mlp.gate."])
+def test_only_some_parts_of_mixtures_are_quantized(tmp_path, family, name, others, part):
+    """sglang #33759, #20370, vLLM #22017, vLLM-omni #5573: lists of exceptions were misread.
+
+    Here the names of tensors decide, and any of these parts can be quantized alone.
+    """
+    stored, floats = tmp_path / "stored", tmp_path / "floats"
+    make_family(stored, family)
+    shutil.copytree(stored, floats)
+    settings, make_parts, scheme, options = FORMATS[name]
+    dequantized = convert(
+        stored,
+        {**settings, **others},
+        make_parts,
+        scheme,
+        is_projection=lambda key: part in key,
+        **options,
+    )
+    assert dequantized
+    edit_weights(floats, lambda weights: weights.update(dequantized))
+    assert tokens_of(stored) == tokens_of(floats)
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "qwen3.5-moe"])
+def test_a_quantized_head_of_mixtures(tmp_path, name):
+    """mlx-lm #1224: FP8 releases have factors for lm_head, too."""
+    stored, floats = tmp_path / "stored", tmp_path / "floats"
+    make_family(stored, name, tie_word_embeddings=False)
+    shutil.copytree(stored, floats)
+    dequantized = convert_to_fp8(stored, others=("lm_head.weight",))
+    assert "lm_head.weight" in dequantized
+    edit_weights(floats, lambda weights: weights.update(dequantized))
+    assert tokens_of(stored) == tokens_of(floats)
 
 
 @pytest.mark.parametrize("name", ["gptq", "awq"])

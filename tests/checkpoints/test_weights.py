@@ -260,6 +260,21 @@ def test_sizes_beyond_all_memory_are_rejected(checkpoint, changes, monkeypatch):
         reject(f"(?s)config.json.*{name}={value}", checkpoint, load_format=load_format)
 
 
+@pytest.mark.parametrize(
+    "family, name",
+    [
+        ("qwen3-moe", "moe_intermediate_size"),
+        ("qwen3.5-moe", "moe_intermediate_size"),
+        ("qwen3.5-moe", "shared_expert_intermediate_size"),
+        ("opt", "ffn_dim"),
+    ],
+)
+def test_sizes_are_named_as_in_the_config(tmp_path, family, name):
+    make_family(tmp_path, family)
+    edit_config(tmp_path, **{name: 2**31 - 1})
+    reject(f"(?s)config.json.*{name}={2**31 - 1}", tmp_path)
+
+
 def test_weights_that_just_fit_are_accepted(checkpoint, monkeypatch):
     num_bytes = (checkpoint / "model.safetensors").stat().st_size
     memory = SimpleNamespace(total=num_bytes, available=num_bytes)

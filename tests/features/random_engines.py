@@ -12,16 +12,22 @@ from typing import Any
 
 import torch
 from conftest import check_invariants, copy_tokenizer, find_obstacle, make_checkpoint
+from families import GRANITE, HYBRID_EXPERTS, NEXT_MIXED, OLMO3, PHI4_MINI, SMOLLM3
 from transformers import (
     Gemma3TextConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    Olmo3Config,
     OPTConfig,
+    Phi3Config,
     Qwen2Config,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
+    SmolLM3Config,
 )
 
 from nanovllm import LLM, SamplingParams
@@ -40,6 +46,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "moe": dict(
         family=Qwen3MoeConfig, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24
     ),
+    "granite": dict(family=GraniteConfig, **GRANITE),
+    "olmo3": dict(family=Olmo3Config, **OLMO3),
+    "phi": dict(family=Phi3Config, **PHI4_MINI),
+    "smollm3": dict(family=SmolLM3Config, **SMOLLM3),
+    "qwen3-next": dict(family=Qwen3NextConfig, **HYBRID_EXPERTS, **NEXT_MIXED),
     "qwen3.5": dict(
         family=Qwen3_5TextConfig,
         num_hidden_layers=3,

@@ -334,6 +334,17 @@ def test_phi4_mini(tmp_path, max_model_len, max_len, factor):
     assert spec.tie_embeddings
 
 
+@pytest.mark.parametrize("field", ["type", "rope_type"])
+@pytest.mark.parametrize("name", ["su", "yarn", "longrope"])
+def test_old_names_of_longrope(tmp_path, field, name):
+    """Phi3Config renames them."""
+    rope = {**PHI4_MINI_4B["rope_scaling"], "type": None, "rope_type": None, field: name}
+    rope = {key: value for key, value in rope.items() if value is not None}
+    rope["original_max_position_embeddings"] = 4096
+    spec = read(tmp_path, {**PHI4_MINI_4B, "rope_scaling": rope})
+    assert spec == read(tmp_path, PHI4_MINI_4B)
+
+
 PARTIAL = dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=1.5)
 SU = dict(type="su", short_factor=[1.0] * 3, long_factor=[2.0] * 3)
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from conftest import (
     greedy,
     random_prompt,
 )
-from families import FAMILIES, make_family
+from families import FAMILIES, make_family, stack_experts
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import silu
 from transformers import AutoModelForCausalLM, Qwen3_5MoeConfig, Qwen3_5MoeForCausalLM
@@ -74,19 +75,6 @@ def test_grid(hybrid, budget, num_blocks, is_chunked, num_drafts, with_kernels, 
             check_invariants(llm)
         assert llm.stats["num_cached_tokens"] > 0
         assert llm.stats["num_preemptions"] == 0 or num_blocks == 33
-
-
-def stack_experts(weights):
-    """Store the experts as on the Hub: gate and up projections, one after the other, and down."""
-    layers = {name.partition(".experts.")[0] for name in weights if ".experts." in name}
-    for layer in sorted(layers):
-        stacked = {}
-        for part in ("gate", "up", "down"):
-            names = [f"{layer}.experts.{expert}.{part}_proj.weight" for expert in range(8)]
-            stacked[part] = torch.stack([weights.pop(name) for name in names])
-        gate_up = torch.cat((stacked["gate"], stacked["up"]), dim=1)
-        weights[f"{layer}.experts.gate_up_proj"] = gate_up
-        weights[f"{layer}.experts.down_proj"] = stacked["down"]
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -212,9 +200,22 @@ def test_the_shared_expert_follows_its_definition():
     gate, up = moe.shared_expert.gate_up_proj.weight.chunk(2)
     shared = (silu(x @ gate.T) * (x @ up.T)) @ moe.shared_expert.down_proj.weight.T
     expected = (
-        MoE.forward(moe, x) + torch.sigmoid(x @ moe.shared_expert_gate.weight[0])[:, None] * shared
+        MoE.compute(moe, x) + torch.sigmoid(x @ moe.shared_expert_gate.weight[0])[:, None] * shared
     )
     torch.testing.assert_close(moe(x), expected)
+
+
+@pytest.mark.parametrize("dense_layer", [0, 1])
+def test_a_layer_reduces_once(dense_layer):
+    """The shares of the chosen experts and of the shared expert are added up together."""
+    family, settings = FAMILIES["qwen3-next"]
+    settings = {**settings, "hidden_size": 32, "mlp_only_layers": [dense_layer]}
+    config = family(architectures=["Qwen3NextForCausalLM"], **settings)
+    group = MagicMock()
+    spec = read_spec(config, torch.float32, num_ranks=2)
+    mlp = spec.make_mlp(0, TensorParallel(size=2, group=group)).requires_grad_(False)
+    mlp(torch.zeros(5, 32))
+    assert group.allreduce.call_count == 1
 
 
 @pytest.mark.parametrize("name", NAMES)
