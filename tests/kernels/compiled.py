@@ -168,6 +168,7 @@ def inspect(kernel):
         "kernel": kernel.metadata.name,
         "is_decode": constants.get("IS_DECODE"),
         "window": constants.get("WINDOW"),
+        "is_partial": constants.get("ROTATED") != constants.get("HALF"),
         "registers": used["REG"],
         "spilled": used["STACK"] + used["LOCAL"],  # bytes of a thread
         "shared": kernel.metadata.shared,
