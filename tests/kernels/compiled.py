@@ -49,6 +49,7 @@ from nanovllm.kernels.cuda import attention, graphs, layers, quantized
 from nanovllm.layers.gated_delta import DeltaInputs, DeltaSizes, GatedDeltaRule
 from nanovllm.layers.linear import ColumnParallelLinear
 from nanovllm.layers.quantized import Scheme
+from nanovllm.layers.rotary import RopeSpec
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models.quantized_layers import quantize_layer
 from nanovllm.utils.packing import pack, unpack
@@ -99,10 +100,12 @@ def make_driver(arch, launched):
 @torch.inference_mode()
 def launch_model(dtype, head_dim, group_size):
     """Launch a mixed step of a model, and sample from its logits with noise and filters."""
+    # Some models have partial RoPE.
+    rotary_dim = head_dim if group_size % 4 != 0 else head_dim // 4 * 3
     spec = make_spec(
         dtype, head_dim, hidden_size=1024, intermediate_size=3072, vocab_size=4100, max_len=4096,
         num_heads=2 * group_size, num_kv_heads=2, qk_norm=group_size % 2 == 0,
-        windows=(None, 100),
+        windows=(None, 100), ropes=(RopeSpec.from_base(1e4, rotary_dim),),
     )  # fmt: skip
     device = torch.device("cuda")
     model = spec.make_model(attention)
@@ -165,6 +168,7 @@ def inspect(kernel):
         "kernel": kernel.metadata.name,
         "is_decode": constants.get("IS_DECODE"),
         "window": constants.get("WINDOW"),
+        "is_partial": constants.get("ROTATED") != constants.get("HALF"),
         "registers": used["REG"],
         "spilled": used["STACK"] + used["LOCAL"],  # bytes of a thread
         "shared": kernel.metadata.shared,

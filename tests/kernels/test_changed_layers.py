@@ -79,7 +79,15 @@ SPECS = {
     "granite": make_decoder_spec(
         GraniteSpec, embedding_multiplier=3.0, residual_multiplier=0.5, logits_scaling=2.0
     ),
-    "olmo": make_decoder_spec(OlmoSpec, norm_eps=0.5, windows=(None, 3)),
+    "olmo": make_decoder_spec(
+        OlmoSpec,
+        norm_eps=0.5,
+        num_heads=4,
+        num_kv_heads=2,
+        windows=(None, 3),
+        ropes=(RopeSpec.from_base(1e4, 16), RopeSpec.from_base(1e2, 12)),
+        rope_indices=(0, 1),
+    ),
     "opt": OPTSpec(
         **OPT_SIZES,
         embedding_size=24,
@@ -369,7 +377,7 @@ def test_parts_that_are_replaced_later_stay_in_memory(family):
 
 @needs_compiler
 def test_rope_of_a_part_of_each_head():
-    """Then cos and sin are shorter than the C++ code reads."""
+    """The user shortens cos and sin of an engine that has been made."""
     spec = SPECS["norms"]
     models = [spec.make_model(torch_backend), spec.make_model(cpp_backend)]
     for model in models:

@@ -15,6 +15,7 @@ STRUCTS = [
     declarations.Norm,
     declarations.Weight,
     declarations.Layer,
+    declarations.Rope,
     declarations.Blocks,
     declarations.DeltaRule,
     declarations.DeltaLayer,
@@ -55,5 +56,5 @@ static void hidden(bool flag) {}
 
 @pytest.mark.parametrize("values", [{"weight": None}, {"weight": None, "eps": 1.0, "epsilon": 1.0}])
 def test_a_struct_needs_a_value_for_each_field(values):
-    with pytest.raises(TypeError, match=r"struct Norm has \['weight', 'eps', .*\], not"):
+    with pytest.raises(TypeError, match=r"struct Norm has \['weight', 'size', .*\], not"):
         declarations.Norm(**values)

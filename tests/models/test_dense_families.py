@@ -90,14 +90,25 @@ def test_the_engine_alone_serves_models_without_windows(tmp_path, name):
 
 
 @pytest.mark.skipif(reason_unavailable(torch.float32) is not None, reason="no compiler")
-@pytest.mark.parametrize("name", ["granite", "phi4", "smollm3-windows"])
-def test_the_layers_are_those_of_one_cpp_call(tmp_path, name):
+@pytest.mark.parametrize(
+    "name",
+    ["granite", "olmo2", "olmo2-one-kv-head", "olmo3", "phi4", "phi4-mini", "smollm3-windows"],
+)
+def test_the_layers_of_a_step_are_one_cpp_call(tmp_path, monkeypatch, name):
+    """The last layer of a prefill is computed separately, first for K/V, then for the logits."""
     make_family(tmp_path, name)
     llm = LLM(tmp_path, **POOL, device="cpu")
+    calls = []
+    compute = FusedLayers._compute
+
+    def record(layers, first, kv_caches, *args, **options):
+        calls.append(len(kv_caches))
+        compute(layers, first, kv_caches, *args, **options)
+
+    monkeypatch.setattr(FusedLayers, "_compute", record)
     generate_ids(llm, [[1, 2, 3]], greedy(2))
-    layers = llm.executor.worker.model.model.layers
-    assert isinstance(layers, FusedLayers)
-    assert layers.structs is not None
+    num_layers = len(llm.executor.worker.model.model.layers)
+    assert calls == [num_layers - 1, 1, 1, num_layers]
 
 
 ORIGINAL_LEN = 64  # of longrope

@@ -2,8 +2,8 @@
 
 A function for Python is `extern "C" void name(parameters)`. A struct for Python has its fields
 first, one on a line, up to an empty line or its end. Parameters and fields are pointers, int64_t,
-float, or a struct below. ctypes lays fields out as the C++ compiler does. Only the enum Gate is
-declared again, in prepacked.py.
+float, or a struct below. ctypes lays fields out as the C++ compiler does. Only the enums Gate and
+NormKind are declared again, in prepacked.py and elementwise.py.
 """
 
 import ctypes
@@ -68,6 +68,7 @@ def _find_type(declaration: str) -> Any:
 Norm = read_struct("Norm")
 Weight = read_struct("Weight")
 Layer = read_struct("Layer")
+Rope = read_struct("Rope")
 Blocks = read_struct("Blocks")
 DeltaRule = read_struct("DeltaRule")
 DeltaLayer = read_struct("DeltaLayer")

@@ -1,7 +1,8 @@
 """RMSNorm, RoPE, SwiGLU and GeGLU in C++ (layers.h)."""
 
+from enum import IntEnum
 from types import NoneType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,14 +19,7 @@ from nanovllm.layers.rotary import RotaryEmbedding
 from nanovllm.layers.tensor_parallel import TensorParallel
 from nanovllm.models.decoder import MLP, Attention, CosSin
 from nanovllm.models.gemma3 import GeluMLP
-
-
-def describe_norm(norm: RMSNorm | None) -> Struct:
-    """Describe a norm for C++. Without one, the weight is null."""
-    if norm is None:
-        return Norm(weight=None, eps=0.0, is_zero_centered=False)
-    is_zero_centered = isinstance(norm, ZeroCenteredRMSNorm)
-    return Norm(weight=norm.weight, eps=norm.eps, is_zero_centered=is_zero_centered)
+from nanovllm.models.olmo import HeadsNorm, OlmoAttention, OlmoNorm
 
 
 def run_on_one_rank(*linears: RowParallelLinear) -> bool:
@@ -33,8 +27,17 @@ def run_on_one_rank(*linears: RowParallelLinear) -> bool:
     return all([type(each.tp) is TensorParallel and each.tp.size == 1 for each in linears])
 
 
+class NormKind(IntEnum):
+    """How a norm applies its weight, as in layers.h."""
+
+    ROUNDED_TWICE = 0  # before the product as well
+    ROUNDED_ONCE = 1
+    ZERO_CENTERED = 2  # multiplies by 1 + weight, and rounds once
+
+
 class FastRMSNorm(OptimizedLayer, RMSNorm):
     replaces: ClassVar[type[RMSNorm]] = RMSNorm
+    KIND: ClassVar[NormKind] = NormKind.ROUNDED_TWICE
 
     def convert(self) -> bool:
         return self.weight.dtype == self.dtype and self.weight.is_contiguous()
@@ -45,17 +48,38 @@ class FastRMSNorm(OptimizedLayer, RMSNorm):
         output = torch.empty_like(x)
         size = len(self.weight)
         num_rows = x.numel() // size
-        is_zero_centered = isinstance(self, ZeroCenteredRMSNorm)
         compute = load(x.dtype).rms_norm
-        compute(x, self.weight, output, num_rows, size, self.eps, is_zero_centered)
+        compute(x, self.weight, output, num_rows, size, self.eps, self.KIND)
         return output
 
 
 class FastZeroCenteredRMSNorm(FastRMSNorm, ZeroCenteredRMSNorm):
     replaces = ZeroCenteredRMSNorm
+    KIND = NormKind.ZERO_CENTERED
 
 
-NORMS = (FastRMSNorm, FastZeroCenteredRMSNorm)
+class FastOlmoNorm(FastRMSNorm, OlmoNorm):
+    replaces = OlmoNorm
+    KIND = NormKind.ROUNDED_ONCE
+
+
+class FastHeadsNorm(FastRMSNorm, HeadsNorm):
+    replaces = HeadsNorm
+    KIND = NormKind.ROUNDED_ONCE
+
+    def convert(self) -> bool:
+        """The C++ code has the mean of one rank."""
+        return self.tp.size == 1 and super().convert()
+
+
+NORMS = (FastRMSNorm, FastZeroCenteredRMSNorm, FastOlmoNorm, FastHeadsNorm, NoneType)
+
+
+def describe_norm(norm: Any) -> Struct:
+    """Describe an optimized norm for C++. Without one, the weight is null."""
+    if norm is None:
+        return Norm(weight=None, size=0, eps=0.0, kind=0)
+    return Norm(weight=norm.weight, size=len(norm.weight), eps=norm.eps, kind=norm.KIND)
 
 
 class FastRotaryEmbedding(OptimizedLayer, RotaryEmbedding):
@@ -72,30 +96,46 @@ class FastRotaryEmbedding(OptimizedLayer, RotaryEmbedding):
 
 
 class FastAttention(OptimizedLayer, Attention):
-    replaces = Attention
-    parts: ClassVar = {"q_norm": (*NORMS, NoneType), "k_norm": (*NORMS, NoneType)}
+    replaces: ClassVar[type[Attention]] = Attention
+    parts: ClassVar = {"q_norm": NORMS, "k_norm": NORMS}
 
     def norm_and_rotate(self, heads: Tensor, norm: RMSNorm | None, cos_sin: CosSin) -> Tensor:
-        if any(self.hooks) or 2 * cos_sin[0].shape[-1] != heads.shape[-1]:
-            return super().norm_and_rotate(heads, norm, cos_sin)
-        assert norm is None or norm.weight.shape == heads.shape[-1:]
+        fused = norm if isinstance(norm, NORMS) and not any(self.hooks) else None
+        if norm is not None and fused is None:
+            heads = norm(heads).contiguous()
+        num_tokens, num_heads, head_dim = heads.shape
+        half = cos_sin[0].shape[-1]
+        assert 2 * half <= head_dim
+        assert fused is None or len(fused.weight) == head_dim
         assert heads[:1].is_contiguous()  # the tokens need not be adjacent
         output = heads.new_empty(heads.shape)
-        num_tokens, num_heads, head_dim = heads.shape
         load(heads.dtype).rotary(
             heads.data_ptr(),
             *cos_sin,
-            norm.weight if norm is not None else None,
+            fused.weight if fused is not None else None,
+            fused.eps if fused is not None else 0.0,
+            fused.KIND if fused is not None else 0,
             output,
             num_tokens,
             heads.stride(0),
             output.stride(0),
             num_heads,
-            head_dim // 2,
-            norm.eps if norm is not None else 0.0,
-            isinstance(norm, ZeroCenteredRMSNorm),
+            head_dim,
+            half,
         )
         return output
+
+
+class FastOlmoAttention(FastAttention, OlmoAttention):
+    """Calls its norms, because with several ranks these need the means of all ranks."""
+
+    replaces = OlmoAttention
+    parts: ClassVar = {}
+
+    def norm_and_rotate(self, heads: Tensor, norm: RMSNorm | None, cos_sin: CosSin) -> Tensor:
+        assert norm is not None
+        normed = norm(heads.flatten(1)).view_as(heads)
+        return super().norm_and_rotate(normed, None, cos_sin)
 
 
 class FastMLP(OptimizedLayer, MLP):

@@ -1,5 +1,5 @@
-// All decoder layers in one call, made of the other kernels. models/decoder.py and models/gemma3.py
-// specify what they compute.
+// All decoder layers in one call, made of the other kernels. models/decoder.py, models/gemma3.py and
+// models/olmo.py specify what they compute.
 //
 // Tokens are projected in chunks, so that what lies between two GEMMs stays in the caches. All
 // layers use the same memory for it.
@@ -9,8 +9,8 @@
 #include "prefill.h"
 
 struct Layer {  // filled by Python: see declarations.py
-    Norm before_attention;
-    Norm after_attention;  // its weight can be null, as those of after_mlp, q_norm and k_norm
+    Norm before_attention;  // the weight of each norm can be null
+    Norm after_attention;
     Norm before_mlp;
     Norm after_mlp;
     Norm q_norm;
@@ -32,6 +32,12 @@ struct Layer {  // filled by Python: see declarations.py
     int64_t rope_index;  // index of its cos and sin
 };
 
+struct Rope {  // of all tokens, filled by Python
+    const float* cos;
+    const float* sin;
+    int64_t half;  // the first 2 * half dimensions of a head are rotated
+};
+
 struct Blocks {  // of a batch, filled by Python
     const int32_t* slot_mapping;
     const int32_t* block_tables;
@@ -43,11 +49,10 @@ struct Blocks {  // of a batch, filled by Python
 // for layers that attend to all tokens, and blocks[1] for layers with a window. With `only_kv`, the
 // layers only write their K/V.
 extern "C" void decoder_layers(const Layer* layers, T* const* keys, T* const* values,
-                               int64_t num_layers, T* x, const float* const* cos,
-                               const float* const* sin, const Blocks* blocks,
-                               const int32_t* cu_seqlens_q, const int32_t* context_lens,
-                               int64_t num_tokens, int64_t num_seqs, int64_t block_size,
-                               int64_t only_kv) {
+                               int64_t num_layers, T* x, const Rope* ropes,
+                               const Blocks* blocks, const int32_t* cu_seqlens_q,
+                               const int32_t* context_lens, int64_t num_tokens, int64_t num_seqs,
+                               int64_t block_size, int64_t only_kv) {
     // If there are ENOUGH tokens for every thread, each chunk belongs to one thread, which finds in
     // its own cache what it has written there. Otherwise all threads share a chunk.
     constexpr int64_t TOKENS_PER_CHUNK = 512;
@@ -92,7 +97,6 @@ extern "C" void decoder_layers(const Layer* layers, T* const* keys, T* const* va
             int64_t hidden_size = layer.hidden_size;
             int64_t intermediate_size = layer.intermediate_size;
             int64_t head_dim = layer.head_dim;
-            int64_t half = head_dim / 2;
             int64_t num_heads = layer.num_heads;
             int64_t num_kv_heads = layer.num_kv_heads;
             int64_t q_size = num_heads * head_dim;
@@ -104,26 +108,32 @@ extern "C" void decoder_layers(const Layer* layers, T* const* keys, T* const* va
             Weight qkv_weight = layer.qkv;
             qkv_weight.panels = layer.qkv.find_panel(skipped / WIDTH, hidden_size);
             const T* bias = layer.qkv_bias ? layer.qkv_bias + skipped : nullptr;
+            const Rope& rope = ropes[layer.rope_index];
             const Blocks& own = layer.window > 0 ? blocks[1] : blocks[0];
             T* query = memory;
             T* attended = query + num_tokens * q_size;
+            // Return the input of a branch. This is x without a norm, or its norm in `normed`.
+            auto find_input = [=](const T* from, const Norm& norm, T* normed, int64_t size) {
+                if (!norm.weight) return from;
+                rms_norm(from, norm, nullptr, normed, size, hidden_size);
+                return (const T*)normed;
+            };
 
             for_chunks([&](int64_t first, int64_t size, T* normed) {
                 T* qkv = normed + chunk * hidden_size;
                 T* key = qkv + q_size;
                 T* value = key + kv_size;
-                const float* c = cos[layer.rope_index] + first * half;
-                const float* s = sin[layer.rope_index] + first * half;
-                rms_norm(x + first * hidden_size, layer.before_attention, nullptr, normed, size,
-                         hidden_size);
-                linear(normed, &qkv_weight, bias, nullptr, qkv + skipped, size, hidden_size,
+                const float* c = rope.cos + first * rope.half;
+                const float* s = rope.sin + first * rope.half;
+                const T* from =
+                    find_input(x + first * hidden_size, layer.before_attention, normed, size);
+                linear(from, &qkv_weight, bias, nullptr, qkv + skipped, size, hidden_size,
                        hidden_size, qkv_size - skipped, qkv_stride, NO_GATE);
                 if (!only_kv)
-                    rotary(qkv, c, s, layer.q_norm.weight, query + first * q_size, size,
-                           qkv_stride, q_size, num_heads, half, layer.q_norm.eps,
-                           layer.q_norm.is_zero_centered);
-                rotary(key, c, s, layer.k_norm.weight, key, size, qkv_stride, qkv_stride,
-                       num_kv_heads, half, layer.k_norm.eps, layer.k_norm.is_zero_centered);
+                    rotary(qkv, c, s, layer.q_norm, query + first * q_size, size, qkv_stride,
+                           q_size, num_heads, head_dim, rope.half);
+                rotary(key, c, s, layer.k_norm, key, size, qkv_stride, qkv_stride, num_kv_heads,
+                       head_dim, rope.half);
                 store_kvcache(key, value, qkv_stride, qkv_stride, own.slot_mapping + first, size,
                               kv_size, keys[i], values[i]);
             });
@@ -146,8 +156,8 @@ extern "C" void decoder_layers(const Layer* layers, T* const* keys, T* const* va
                 };
                 add(attended + first * q_size, q_size, q_size, layer.o, layer.o_bias,
                     layer.after_attention);
-                rms_norm(to, layer.before_mlp, nullptr, normed, size, hidden_size);
-                linear(normed, &layer.gate_up, nullptr, nullptr, gated, size, hidden_size,
+                const T* from = find_input(to, layer.before_mlp, normed, size);
+                linear(from, &layer.gate_up, nullptr, nullptr, gated, size, hidden_size,
                        hidden_size, intermediate_size, gated_stride, layer.gate);
                 add(gated, intermediate_size, gated_stride, layer.down, nullptr,
                     layer.after_mlp);

@@ -15,12 +15,13 @@ from torch import Tensor
 from nanovllm.batch import Batch
 from nanovllm.kernels.changes import has_parts
 from nanovllm.kernels.cpu import attention
-from nanovllm.kernels.cpu.declarations import Blocks, Layer, Struct
+from nanovllm.kernels.cpu.declarations import Blocks, Layer, Rope, Struct
 from nanovllm.kernels.cpu.elementwise import (
     NORMS,
     FastAttention,
     FastGeluMLP,
     FastMLP,
+    FastOlmoAttention,
     describe_norm,
     run_on_one_rank,
 )
@@ -33,6 +34,7 @@ from nanovllm.kernels.cpu.prepacked import (
 from nanovllm.kernels.optimized_layer import OptimizedLayer
 from nanovllm.models.decoder import CosSins, DecoderLayer, DecoderLayers
 from nanovllm.models.gemma3 import Gemma3Layer
+from nanovllm.models.olmo import OlmoLayer
 
 # A step of more tokens is computed layer by layer, because CPython handles Ctrl-C between calls.
 MAX_TOKENS_PER_CALL = 512
@@ -48,6 +50,10 @@ _NORMS = {  # of each class: fields of the struct, and attributes of the layer
         "before_mlp": "pre_feedforward_layernorm",
         "after_mlp": "post_feedforward_layernorm",
     },
+    OlmoLayer: {
+        "after_attention": "post_attention_layernorm",
+        "after_mlp": "post_feedforward_layernorm",
+    },
 }
 
 
@@ -56,8 +62,10 @@ class FusedLayers(OptimizedLayer, DecoderLayers):
 
     replaces = DecoderLayers
     parts: ClassVar = {  # paths within each layer
-        "": (DecoderLayer, Gemma3Layer),
-        "self_attn": FastAttention,
+        "": (DecoderLayer, Gemma3Layer, OlmoLayer),
+        "self_attn": (FastAttention, FastOlmoAttention),
+        "self_attn.q_norm": NORMS,
+        "self_attn.k_norm": NORMS,
         "self_attn.qkv_proj": PrepackedColumnParallelLinear,
         "self_attn.o_proj": PrepackedRowParallelLinear,
         "mlp": (FastMLP, FastGeluMLP),
@@ -90,10 +98,7 @@ class FusedLayers(OptimizedLayer, DecoderLayers):
         self, x: Tensor, cos_sins: CosSins, kv_caches: list[Tensor], batch: Batch
     ) -> Tensor:
         """The last layer computes only K/V for tokens without logits."""
-        head_dim = kv_caches[0].shape[-1]
-        # The C++ code rotates whole heads.
-        is_other_rope = any([2 * cos.shape[-1] != head_dim for cos, _ in cos_sins])
-        if self.structs is None or any(self.hooks) or is_other_rope:
+        if self.structs is None or any(self.hooks):
             return super().forward(x, cos_sins, kv_caches, batch)
         batches = [batch, batch.for_windows]
         x = x.clone()  # the C++ code works in place, and a hook may have kept x
@@ -131,13 +136,14 @@ class FusedLayers(OptimizedLayer, DecoderLayers):
         batch = batches[0]
         keys = [kv_cache.data_ptr() for kv_cache in kv_caches]
         values = [kv_cache.data_ptr() + kv_cache.nbytes // 2 for kv_cache in kv_caches]
+        ropes = [Rope(cos=cos, sin=sin, half=cos.shape[-1]) for cos, sin in cos_sins]
         load(x.dtype).decoder_layers(
             ctypes.byref(self.structs, first * ctypes.sizeof(Layer)),
             _make_array(keys),
             _make_array(values),
             len(kv_caches),
             x,
-            *map(_point_to, zip(*cos_sins)),
+            (Rope * len(ropes))(*ropes),
             (Blocks * 2)(*map(_find_blocks, batches)),
             batch.cu_seqlens_q,
             batch.context_lens,
@@ -157,12 +163,6 @@ def _find_blocks(batch: Batch) -> Struct:
     )
 
 
-def _point_to(tensors: tuple[Tensor, ...]) -> Any:
-    """Make a C array of pointers to tensors, which must be contiguous."""
-    assert all([tensor.is_contiguous() for tensor in tensors])
-    return _make_array([tensor.data_ptr() for tensor in tensors])
-
-
 def _make_array(addresses: list[int]) -> Any:
     return (ctypes.c_void_p * len(addresses))(*addresses)
 
@@ -171,12 +171,11 @@ def _make_struct(layer: Any) -> Struct:
     """Describe a layer, whose parts are optimized."""
     attn = layer.self_attn
     gate_up = layer.mlp.gate_up
-    norms = {field: getattr(layer, name) for field, name in _NORMS[type(layer)].items()}
+    norms = dict.fromkeys(_NORMS[Gemma3Layer], describe_norm(None))  # Gemma 3 has all four
+    for field, name in _NORMS[type(layer)].items():
+        norms[field] = describe_norm(getattr(layer, name))
     return Layer(
-        before_attention=describe_norm(norms["before_attention"]),
-        after_attention=describe_norm(norms.get("after_attention")),
-        before_mlp=describe_norm(norms["before_mlp"]),
-        after_mlp=describe_norm(norms.get("after_mlp")),
+        **norms,
         q_norm=describe_norm(attn.q_norm),
         k_norm=describe_norm(attn.k_norm),
         qkv_bias=attn.qkv_proj.bias,

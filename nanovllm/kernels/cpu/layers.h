@@ -10,19 +10,22 @@ static float mean_square(const Number* x, int64_t size) {
     return horizontal_sum(squares) / size;
 }
 
+// The classes of norms, as in elementwise.py. Most Hugging Face models round before the weight is
+// applied.
+enum NormKind { ROUNDED_TWICE, ROUNDED_ONCE, ZERO_CENTERED };
+
 struct Norm {  // filled by Python: see declarations.py
     const T* weight;  // can be null where a norm is optional
+    int64_t size;     // of the weight
     float eps;
-    int64_t is_zero_centered;
+    int64_t kind;
 };
 
-// Rounds before the weight is applied, as Hugging Face models do. If the norm `is_zero_centered`,
-// multiply by 1 + weight instead, without rounding.
-static Vector normalize(const T* x, const T* weight, float factor, int64_t num,
-                        bool is_zero_centered) {
+// Multiply by the weight, or by 1 + weight if the norm is ZERO_CENTERED.
+static Vector normalize(const T* x, const T* weight, float factor, int64_t num, int64_t kind) {
     Vector normed = widen(x, num) * factor;
-    if (is_zero_centered) return normed * (1 + widen(weight, num));
-    return rounded(normed) * widen(weight, num);
+    if (kind == ZERO_CENTERED) return normed * (1 + widen(weight, num));
+    return (kind == ROUNDED_ONCE ? normed : rounded(normed)) * widen(weight, num);
 }
 
 // Add `residual`, if it is not null. It can be the output.
@@ -34,7 +37,7 @@ static void rms_norm(const T* x, Norm norm, const T* residual, T* output, int64_
         for (int64_t i = 0; i < size; i += LANES) {
             int64_t num = size - i;
             int64_t place = token * size + i;
-            Vector sum = normalize(in + i, norm.weight + i, factor, num, norm.is_zero_centered);
+            Vector sum = normalize(in + i, norm.weight + i, factor, num, norm.kind);
             if (residual) sum += widen(residual + place, num);
             narrow(sum, output + place, num);
         }
@@ -42,8 +45,8 @@ static void rms_norm(const T* x, Norm norm, const T* residual, T* output, int64_
 }
 
 extern "C" void rms_norm(const T* x, const T* weight, T* output, int64_t num_tokens, int64_t size,
-                         float eps, int64_t is_zero_centered) {
-    rms_norm(x, {weight, eps, is_zero_centered}, nullptr, output, num_tokens, size);
+                         float eps, int64_t kind) {
+    rms_norm(x, {weight, size, eps, kind}, nullptr, output, num_tokens, size);
 }
 
 extern "C" void cos_and_sin(const int32_t* positions, const float* inv_freq, float attention_factor,
@@ -58,13 +61,14 @@ extern "C" void cos_and_sin(const int32_t* positions, const float* inv_freq, flo
     });
 }
 
-// Rotate a head by the angles of its token, and apply RMSNorm before, with `factor`, if there is a
-// `norm_weight`. All loads of a vector come before its stores, because `out` can be `in`.
+// Rotate the first 2 * half dimensions of a head by the angles of its token, and apply RMSNorm
+// before, with `factor`, if there is a `norm_weight`. All loads of a vector come before its stores,
+// because `out` can be `in`.
 static void rotate(const T* in, const float* cos, const float* sin, const T* norm_weight,
-                   float factor, bool is_zero_centered, T* out, int64_t half) {
+                   float factor, int64_t norm_kind, T* out, int64_t head_dim, int64_t half) {
     auto read = [&](int64_t i, int64_t num) {
         if (!norm_weight) return widen(in + i, num);
-        return rounded(normalize(in + i, norm_weight + i, factor, num, is_zero_centered));
+        return rounded(normalize(in + i, norm_weight + i, factor, num, norm_kind));
     };
     for (int64_t i = 0; i < half; i += LANES) {
         int64_t num = half - i;
@@ -75,27 +79,46 @@ static void rotate(const T* in, const float* cos, const float* sin, const T* nor
         narrow(first * c - second * s, out + i, num);
         narrow(second * c + first * s, out + half + i, num);
     }
+    for (int64_t i = 2 * half; i < head_dim; i += LANES)
+        narrow(read(i, head_dim - i), out + i, head_dim - i);
 }
 
-// RMSNorm, if there is a `norm_weight`, and RoPE of all heads. The strides are the distances of
-// tokens in x and `output`, which can be the same memory.
-extern "C" void rotary(const T* x, const float* cos, const float* sin, const T* norm_weight,
-                       T* output, int64_t num_tokens, int64_t stride, int64_t output_stride,
-                       int64_t num_heads, int64_t half, float eps, int64_t is_zero_centered) {
-    parallel_for(num_tokens, 2 * num_heads * half, [=](int64_t token) {
+// RMSNorm, if it has a weight, and RoPE of all heads. If the norm is larger than a head, it is one
+// of all heads together. The strides are the distances of tokens in x and `output`, which can be
+// the same memory.
+static void rotary(const T* x, const float* cos, const float* sin, Norm norm, T* output,
+                   int64_t num_tokens, int64_t stride, int64_t output_stride, int64_t num_heads,
+                   int64_t head_dim, int64_t half) {
+    bool is_joint = norm.size > head_dim;
+    parallel_for(num_tokens, num_heads * head_dim, [=](int64_t token) {
         const T* in = x + token * stride;
         T* out = output + token * output_stride;
         // Square roots and divisions are slow one by one, so they are computed for all heads at
         // once.
         float factors[num_heads];
         for (int64_t head = 0; head < num_heads; head++)
-            factors[head] = norm_weight ? mean_square(in + head * 2 * half, 2 * half) + eps : 1;
+            factors[head] = norm.weight ? mean_square(in + head * head_dim, head_dim) : 1;
+        if (is_joint) {
+            float sum = std::accumulate(factors, factors + num_heads, 0.0f);
+            std::fill_n(factors, num_heads, sum / num_heads);
+        }
 #pragma omp simd
-        for (int64_t head = 0; head < num_heads; head++) factors[head] = 1 / sqrtf(factors[head]);
         for (int64_t head = 0; head < num_heads; head++)
-            rotate(in + head * 2 * half, cos + token * half, sin + token * half, norm_weight,
-                   factors[head], is_zero_centered, out + head * 2 * half, half);
+            factors[head] = 1 / sqrtf(factors[head] + norm.eps);
+        for (int64_t head = 0; head < num_heads; head++) {
+            int64_t first = head * head_dim;
+            const T* weight = norm.weight + (is_joint ? first : 0);
+            rotate(in + first, cos + token * half, sin + token * half, weight, factors[head],
+                   norm.kind, out + first, head_dim, half);
+        }
     });
+}
+
+extern "C" void rotary(const T* x, const float* cos, const float* sin, const T* norm_weight,
+                       float eps, int64_t norm_kind, T* output, int64_t num_tokens, int64_t stride,
+                       int64_t output_stride, int64_t num_heads, int64_t head_dim, int64_t half) {
+    rotary(x, cos, sin, {norm_weight, head_dim, eps, norm_kind}, output, num_tokens, stride,
+           output_stride, num_heads, head_dim, half);
 }
 
 extern "C" void activate_and_mul(const T* gate_up, T* output, int64_t num_tokens, int64_t size,

@@ -66,8 +66,11 @@ class FastSampler(OptimizedSampler):
 OPTIMIZED_LAYERS: list[type[OptimizedLayer]] = [
     elementwise.FastRMSNorm,
     elementwise.FastZeroCenteredRMSNorm,
+    elementwise.FastOlmoNorm,
+    elementwise.FastHeadsNorm,
     elementwise.FastRotaryEmbedding,
     elementwise.FastAttention,
+    elementwise.FastOlmoAttention,
     elementwise.FastMLP,
     elementwise.FastGeluMLP,
     FastSampler,

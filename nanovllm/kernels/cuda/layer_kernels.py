@@ -58,6 +58,7 @@ def rotate_and_store_kernel(
     NUM_HEADS: constexpr,
     NUM_KV_HEADS: constexpr,
     HALF: constexpr,
+    ROTATED: constexpr,
     HEADS: constexpr,
     BLOCK: constexpr,
 ):
@@ -68,12 +69,20 @@ def rotate_and_store_kernel(
     heads = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     dims = tl.arange(0, BLOCK)[None, :]
     is_dim = dims < HALF
+    # Pair i is dimensions i and i + ROTATED of a head. If these are not all dimensions, the others
+    # make pairs, too, whose cos is 1 and whose sin is 0.
+    is_rotated = dims < ROTATED
+    first_dims = dims
+    distance = HALF
+    if ROTATED < HALF:
+        first_dims = tl.where(is_rotated, dims, dims + ROTATED)
+        distance = tl.where(is_rotated, ROTATED, HALF - ROTATED)
     is_query = heads < NUM_HEADS
     num_heads = NUM_HEADS + 2 * NUM_KV_HEADS
-    source = qkv_ptr + (token * num_heads + heads) * 2 * HALF + dims
+    source = qkv_ptr + (token * num_heads + heads) * 2 * HALF + first_dims
     mask = is_dim & (heads < num_heads)
     first = tl.load(source, mask=mask, other=0.0)  # [HEADS, BLOCK]
-    second = tl.load(source + HALF, mask=mask, other=0.0)
+    second = tl.load(source + distance, mask=mask, other=0.0)
 
     x = first.to(tl.float32)
     y = second.to(tl.float32)
@@ -81,28 +90,31 @@ def rotate_and_store_kernel(
         squares = tl.sum(x * x, axis=1) + tl.sum(y * y, axis=1)
         mean_square = (squares / (2 * HALF))[:, None]
         factor = tl.rsqrt(mean_square + tl.where(is_query, q_eps, k_eps))
-        q_weight = tl.load(q_weight_ptr + dims, mask=is_dim)
-        k_weight = tl.load(k_weight_ptr + dims, mask=is_dim)
+        q_weight = tl.load(q_weight_ptr + first_dims, mask=is_dim)
+        k_weight = tl.load(k_weight_ptr + first_dims, mask=is_dim)
         x = _scale(x, factor, tl.where(is_query, q_weight, k_weight)).to(tl.float32)
-        q_weight = tl.load(q_weight_ptr + HALF + dims, mask=is_dim)
-        k_weight = tl.load(k_weight_ptr + HALF + dims, mask=is_dim)
+        q_weight = tl.load(q_weight_ptr + distance + first_dims, mask=is_dim)
+        k_weight = tl.load(k_weight_ptr + distance + first_dims, mask=is_dim)
         y = _scale(y, factor, tl.where(is_query, q_weight, k_weight)).to(tl.float32)
-    cos = tl.load(cos_ptr + token * HALF + dims, mask=is_dim)
-    sin = tl.load(sin_ptr + token * HALF + dims, mask=is_dim)
+    cos = tl.load(cos_ptr + token * ROTATED + dims, mask=is_rotated)
+    sin = tl.load(sin_ptr + token * ROTATED + dims, mask=is_rotated)
+    if ROTATED < HALF:
+        cos = tl.where(is_rotated, cos, 1.0)
+        sin = tl.where(is_rotated, sin, 0.0)
     rotated_x = (x * cos - y * sin).to(first.dtype)
     rotated_y = (y * cos + x * sin).to(first.dtype)
 
-    target = query_ptr + (token * NUM_HEADS + heads) * 2 * HALF + dims
+    target = query_ptr + (token * NUM_HEADS + heads) * 2 * HALF + first_dims
     tl.store(target, rotated_x, mask=is_dim & is_query)
-    tl.store(target + HALF, rotated_y, mask=is_dim & is_query)
+    tl.store(target + distance, rotated_y, mask=is_dim & is_query)
     if slot >= 0:
         heads -= NUM_HEADS  # heads of the cache: keys, then values
         kind = heads // NUM_KV_HEADS  # 0: a key, 1: a value
         rows = slot * NUM_KV_HEADS + heads % NUM_KV_HEADS
-        target = cache_ptr + kind * values_offset + rows * 2 * HALF + dims
+        target = cache_ptr + kind * values_offset + rows * 2 * HALF + first_dims
         is_cached = is_dim & (heads >= 0) & (heads < 2 * NUM_KV_HEADS)
         tl.store(target, tl.where(kind == 1, first, rotated_x), mask=is_cached)
-        tl.store(target + HALF, tl.where(kind == 1, second, rotated_y), mask=is_cached)
+        tl.store(target + distance, tl.where(kind == 1, second, rotated_y), mask=is_cached)
 
 
 @triton.jit

@@ -104,7 +104,7 @@ class FusedAttention(OptimizedLayer, Attention):
 
     def forward(self, x: Tensor, cos_sins: CosSins, kv_cache: Tensor, batch: Batch) -> Tensor:
         cos_sin = cos_sins[self.rope_index]
-        if any(self.hooks) or 2 * cos_sin[0].shape[-1] != self.shape.head_dim:
+        if any(self.hooks):
             return super().forward(x, cos_sins, kv_cache, batch)
         batch = self.choose_blocks(batch)
         qkv = self.qkv_proj(x)
@@ -147,6 +147,7 @@ def rotate_and_store(
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HALF=head_dim // 2,
+        ROTATED=cos_sin[0].shape[-1],
         HEADS=heads,
         BLOCK=block,
         num_warps=8,  # with 4, heads would spill, or go through shared memory
