@@ -37,27 +37,29 @@ Noise and Filters say how to sample. They go to the sampler only, on rank 0.
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Annotated
+from typing import Annotated, Any, Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+Array = TypeVar("Array", bound=Any)  # np.ndarray or Tensor
+
 
 @dataclass(frozen=True)
-class Batch:
-    input_ids: Annotated[Tensor, "num_tokens"]
-    positions: Annotated[Tensor, "num_tokens"]
-    slot_mapping: Annotated[Tensor, "num_tokens", {"padding": -1}]
-    cu_seqlens_q: Annotated[Tensor, "num_seqs + 1", {"padding": "row index"}]
-    context_lens: Annotated[Tensor, "num_seqs"]
-    block_tables: Annotated[Tensor, "num_seqs, max_blocks"]
-    logits_indices: Annotated[Tensor, "num_logits"]
-    read_slots: Annotated[Tensor, "num_seqs"]
-    write_slots: Annotated[Tensor, "num_seqs"]
-    window_slots: Annotated[Tensor, "num_window_tokens", {"padding": -1}]
-    window_tables: Annotated[Tensor, "num_seqs, max_window_blocks"]
-    prefills: Annotated[Tensor, "num_prefills"]
+class Batch(Generic[Array]):
+    input_ids: Annotated[Array, "num_tokens"]
+    positions: Annotated[Array, "num_tokens"]
+    slot_mapping: Annotated[Array, "num_tokens", {"padding": -1}]
+    cu_seqlens_q: Annotated[Array, "num_seqs + 1", {"padding": "row index"}]
+    context_lens: Annotated[Array, "num_seqs"]
+    block_tables: Annotated[Array, "num_seqs, max_blocks"]
+    logits_indices: Annotated[Array, "num_logits"]
+    read_slots: Annotated[Array, "num_seqs"]
+    write_slots: Annotated[Array, "num_seqs"]
+    window_slots: Annotated[Array, "num_window_tokens", {"padding": -1}]
+    window_tables: Annotated[Array, "num_seqs, max_window_blocks"]
+    prefills: Annotated[Array, "num_prefills"]
     max_seqlen_q: int  # 1 if every sequence has one query token
     max_seqlen_k: int
 

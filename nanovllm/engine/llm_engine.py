@@ -166,8 +166,9 @@ class LLMEngine:
                 continue  # no token was sampled
             request = self.requests[seq.seq_id]
             request.commit(logprobs[index] if logprobs is not None else None)
-            if request.finish_reason is not None:
-                self._remove(request)
+            if request.finish_reason is None:
+                continue
+            self._remove(request)
             if request.finish_reason == "error":
                 reason = request.explain_error()
                 self._warn(f"request {request.seq_id} ends with an error: {reason}")
