@@ -95,20 +95,11 @@ class ModelRunner:
             # sequence have copied all other entries, because its first step copied the whole table.
             if seq.num_scheduled_tokens > 1 or seq.num_computed_tokens % block_size == 0:
                 self.block_tables[seq.lane, : len(seq.block_table)] = seq.block_table
-        lists = (
-            [seq.lane for seq in seqs],
-            [seq.num_computed_tokens for seq in seqs],
-            [seq.num_scheduled_tokens for seq in seqs],
-            [seq.num_computed_tokens + seq.num_scheduled_tokens for seq in seqs],
-            [seq.num_logits for seq in seqs],
-        )
-        max_seqlen_q = max(lists[2])
-        max_seqlen_k = max(lists[3])
-        lanes, starts, query_lens, context_lens, num_logits = np.array(lists, np.int32)
-        if max_seqlen_q == 1:
-            seq_index, arrays = flatten_decodes(seqs, starts, num_logits)
-        else:
-            seq_index, arrays = flatten(seqs, starts, query_lens, num_logits)
+        context_lens = [seq.num_computed_tokens + seq.num_scheduled_tokens for seq in seqs]
+        max_seqlen_q = max([seq.num_scheduled_tokens for seq in seqs])
+        max_seqlen_k = max(context_lens)
+        seq_index, arrays = flatten_decodes(seqs) if max_seqlen_q == 1 else flatten(seqs)
+        lanes = np.array([seq.lane for seq in seqs], np.int32)
         blocks, offsets = np.divmod(arrays["positions"], block_size)
         block_tables = self.block_tables[lanes, : cdiv(max_seqlen_k, block_size)]
         # Both are empty, unless there is a second pool of blocks.
@@ -122,7 +113,7 @@ class ModelRunner:
         return Batch(
             **arrays,
             slot_mapping=block_tables[seq_index, blocks] * block_size + offsets,
-            context_lens=context_lens,
+            context_lens=np.array(context_lens, np.int32),
             block_tables=block_tables,
             read_slots=state_slots,
             write_slots=state_slots,
@@ -155,9 +146,7 @@ class ModelRunner:
         return split_rows(token_ids, seqs), logprobs
 
 
-def flatten(
-    seqs: list[Sequence], starts: np.ndarray, query_lens: np.ndarray, num_logits: np.ndarray
-) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+def flatten(seqs: list[Sequence]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Return the sequence of each scheduled token, and the arrays of a Batch.
 
     In the example of batch.py the sequences of the tokens are 0 0 0 1 2 2.
@@ -166,6 +155,8 @@ def flatten(
     for seq in seqs:
         start = seq.num_computed_tokens
         input_ids += seq.token_ids[start : start + seq.num_scheduled_tokens]
+    numbers = [(seq.num_computed_tokens, seq.num_scheduled_tokens, seq.num_logits) for seq in seqs]
+    starts, query_lens, num_logits = np.array(numbers, np.int32).T
     cu_seqlens_q = np.concatenate(([0], query_lens.cumsum()), dtype=np.int32)
     seq_index = np.repeat(np.arange(len(seqs)), query_lens)
     # In the example: 0 1 2 0 0 1.
@@ -181,18 +172,18 @@ def flatten(
     }
 
 
-def flatten_decodes(
-    seqs: list[Sequence], starts: np.ndarray, num_logits: np.ndarray
-) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+def flatten_decodes(seqs: list[Sequence]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """As `flatten`, if each sequence has one token. This takes half as long for 256 of them."""
-    input_ids = [seq.token_ids[seq.num_computed_tokens] for seq in seqs]
+    positions = [seq.num_computed_tokens for seq in seqs]
+    input_ids = [seq.token_ids[position] for seq, position in zip(seqs, positions)]
+    logits_indices = [index for index, seq in enumerate(seqs) if seq.num_logits > 0]
     cu_seqlens_q = np.arange(len(seqs) + 1, dtype=np.int32)
     seq_index = cu_seqlens_q[:-1]
     return seq_index, {
         "input_ids": np.array(input_ids, np.int32),
-        "positions": starts,
+        "positions": np.array(positions, np.int32),
         "cu_seqlens_q": cu_seqlens_q,
-        "logits_indices": seq_index[num_logits > 0],
+        "logits_indices": np.array(logits_indices, np.int32),
         "prefills": seq_index[:0],
     }
 
