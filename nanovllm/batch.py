@@ -1,8 +1,10 @@
-"""The message from the engine to the model: one step as plain tensors.
+"""The message from the engine to the model: one step as plain arrays.
 
 ModelRunner builds it from sequences, and the worker makes dummies for profile and warm-up runs. The
-model and its attention read it. Three sequences that compute 3, 1 and 2 tokens look like this
-(block size 4):
+model and its attention read it. On the host its arrays are numpy's, because a step makes and packs
+a dozen small ones, for which torch takes longer. The model receives them as tensors.
+
+Three sequences that compute 3, 1 and 2 tokens look like this (block size 4):
 
     input_ids      | p0 p1 p2 | g7 | p4 p5 |
     positions      |  0  1  2 |  7 |  4  5 |
@@ -23,12 +25,12 @@ state read that of a sequence from state slot `read_slots` and write it to state
 State slot 0 is for padding (worker/state_slots.py). Layers with a window have `window_slots` and
 `window_tables` in place of `slot_mapping` and `block_tables` if there is a second pool of blocks
 (features/windows.py). Otherwise both are empty. `prefills` are the sequences with more than one
-query token, because kernels compute the others differently. All tensors of a Batch are int32, so
+query token, because kernels compute the others differently. All arrays of a Batch are int32, so
 that it can be sent as one concatenated tensor.
 
 utils/packing.py iterates over the fields to send a batch to other ranks and to copy it into CUDA
 graphs. A new field therefore needs one line below, one in make_batch and one in ModelRunner. (A
-number, or a tensor of a new shape, also needs an entry in the layouts of graphs.py.) A tensor is
+number, or an array of a new shape, also needs an entry in the layouts of graphs.py.) An array is
 declared with its shape. `padding` is for the rows that a graph has beyond those of the batch, and 0
 if not given. Numbers are fixed when a graph is captured, see graphs.py.
 
@@ -43,7 +45,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Array = TypeVar("Array", bound=Any)  # np.ndarray or Tensor
+Array = TypeVar("Array", bound=Any)  # np.ndarray on the host, or Tensor
 
 
 @dataclass(frozen=True)

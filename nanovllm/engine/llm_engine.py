@@ -166,12 +166,11 @@ class LLMEngine:
                 continue  # no token was sampled
             request = self.requests[seq.seq_id]
             request.commit(logprobs[index] if logprobs is not None else None)
-            if request.finish_reason is None:
-                continue
-            self._remove(request)
-            if request.finish_reason == "error":
-                reason = request.explain_error()
-                self._warn(f"request {request.seq_id} ends with an error: {reason}")
+            if request.finish_reason is not None:
+                self._remove(request)
+                if request.finish_reason == "error":
+                    reason = request.explain_error()
+                    self._warn(f"request {request.seq_id} ends with an error: {reason}")
 
     def _warn(self, message: str) -> None:
         warnings.warn(message, RuntimeWarning, stacklevel=4)  # the caller of step

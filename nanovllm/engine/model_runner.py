@@ -6,6 +6,7 @@ It uses sequences, but not the queues.
 import weakref
 from collections.abc import Callable
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import TypeVar
 
@@ -63,9 +64,7 @@ class ModelRunner:
         # The block tables of all lanes, so that a decode need not copy its whole table.
         self.block_tables = np.zeros((self.num_lanes, worker.block_table_width), np.int32)
         # Those of the second pool, if there is one. An extension writes them.
-        self.window_tables: np.ndarray | None = None
-        if worker.num_window_blocks > 0:
-            self.window_tables = np.zeros_like(self.block_tables)
+        self.window_tables = np.zeros_like(self.block_tables) if worker.num_window_blocks else None
 
     def forward(self, seqs: list[Sequence]) -> Tensor:
         """Compute the scheduled tokens. Return logits [num_logits of all seqs, vocab_size]."""
@@ -101,12 +100,13 @@ class ModelRunner:
         seq_index, arrays = flatten_decodes(seqs) if max_seqlen_q == 1 else flatten(seqs)
         lanes = np.array([seq.lane for seq in seqs], np.int32)
         blocks, offsets = np.divmod(arrays["positions"], block_size)
-        block_tables = self.block_tables[lanes, : cdiv(max_seqlen_k, block_size)]
+        num_columns = cdiv(max_seqlen_k, block_size)
+        block_tables = self.block_tables[lanes, :num_columns]
         # Both are empty, unless there is a second pool of blocks.
         window_tables = block_tables[:, :0]
         window_slots = lanes[:0]
         if self.window_tables is not None:
-            window_tables = self.window_tables[lanes, : cdiv(max_seqlen_k, block_size)]
+            window_tables = self.window_tables[lanes, :num_columns]
             window_slots = window_tables[seq_index, blocks] * block_size + offsets
         # The state slots of the lanes. An extension chooses others if a model has recurrent states.
         state_slots = lanes + FIRST_LANE
@@ -147,10 +147,7 @@ class ModelRunner:
 
 
 def flatten(seqs: list[Sequence]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Return the sequence of each scheduled token, and the arrays of a Batch.
-
-    In the example of batch.py the sequences of the tokens are 0 0 0 1 2 2.
-    """
+    """Return the sequence of each token, 0 0 0 1 2 2 in batch.py, and arrays of a Batch."""
     input_ids: list[int] = []
     for seq in seqs:
         start = seq.num_computed_tokens
@@ -159,7 +156,6 @@ def flatten(seqs: list[Sequence]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     starts, query_lens, num_logits = np.array(numbers, np.int32).T
     cu_seqlens_q = np.concatenate(([0], query_lens.cumsum()), dtype=np.int32)
     seq_index = np.repeat(np.arange(len(seqs)), query_lens)
-    # In the example: 0 1 2 0 0 1.
     offset_in_query = np.arange(len(input_ids), dtype=np.int32) - cu_seqlens_q[seq_index]
     first_offsets = query_lens - num_logits  # those of each query's first token with logits
     has_logits = offset_in_query >= first_offsets[seq_index]
@@ -203,12 +199,5 @@ def list_rows(seqs: list[Sequence]) -> tuple[list[Sequence], list[int]]:
 
 def split_rows(values: list[Value], seqs: list[Sequence]) -> list[list[Value]]:
     """Split values, one per row of logits, into one list per sequence."""
-    if all([seq.num_logits == 1 for seq in seqs]):  # faster than the loop, with the same result
-        return [[value] for value in values]
-    parts: list[list[Value]] = []
-    start = 0
-    for seq in seqs:
-        end = start + seq.num_logits
-        parts.append(values[start:end])
-        start = end
-    return parts
+    ends = accumulate([seq.num_logits for seq in seqs])
+    return [values[end - seq.num_logits : end] for seq, end in zip(seqs, ends)]

@@ -106,7 +106,6 @@ class Scheduler:
 
         With `only_partial`, skip sequences whose prefill or recomputation is complete.
         """
-        block_size = self.block_size
         index = 0
         while index < len(self.running) and budget > 0:  # preemption shortens the list
             seq = self.running[index]
@@ -115,7 +114,7 @@ class Scheduler:
                 continue
             num_tokens = len(seq.token_ids)
             num_missing = num_tokens - seq.num_computed_tokens
-            if num_missing == 1 and seq.is_decode and num_tokens % block_size > 1:
+            if num_missing == 1 and seq.is_decode and num_tokens % self.block_size > 1:
                 # Fast path: most decodes neither enter a block nor fill one. It takes 39 us for 256
                 # of them, in place of 260. is_decode must be True already, because this path leaves
                 # it as it is. After a prefill it is False.
