@@ -1,8 +1,10 @@
-"""The message from the engine to the model: one step as plain tensors.
+"""The message from the engine to the model: one step as plain arrays.
 
 ModelRunner builds it from sequences, and the worker makes dummies for profile and warm-up runs. The
-model and its attention read it. Three sequences that compute 3, 1 and 2 tokens look like this
-(block size 4):
+model and its attention read it. On the host its arrays are numpy's, because a step makes and packs
+a dozen small ones, for which torch takes longer. The model receives them as tensors.
+
+Three sequences that compute 3, 1 and 2 tokens look like this (block size 4):
 
     input_ids      | p0 p1 p2 | g7 | p4 p5 |
     positions      |  0  1  2 |  7 |  4  5 |
@@ -23,12 +25,12 @@ state read that of a sequence from state slot `read_slots` and write it to state
 State slot 0 is for padding (worker/state_slots.py). Layers with a window have `window_slots` and
 `window_tables` in place of `slot_mapping` and `block_tables` if there is a second pool of blocks
 (features/windows.py). Otherwise both are empty. `prefills` are the sequences with more than one
-query token, because kernels compute the others differently. All tensors of a Batch are int32, so
+query token, because kernels compute the others differently. All arrays of a Batch are int32, so
 that it can be sent as one concatenated tensor.
 
 utils/packing.py iterates over the fields to send a batch to other ranks and to copy it into CUDA
 graphs. A new field therefore needs one line below, one in make_batch and one in ModelRunner. (A
-number, or a tensor of a new shape, also needs an entry in the layouts of graphs.py.) A tensor is
+number, or an array of a new shape, also needs an entry in the layouts of graphs.py.) An array is
 declared with its shape. `padding` is for the rows that a graph has beyond those of the batch, and 0
 if not given. Numbers are fixed when a graph is captured, see graphs.py.
 
@@ -37,27 +39,29 @@ Noise and Filters say how to sample. They go to the sampler only, on rank 0.
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Annotated
+from typing import Annotated, Any, Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+Array = TypeVar("Array", bound=Any)  # np.ndarray on the host, or Tensor
+
 
 @dataclass(frozen=True)
-class Batch:
-    input_ids: Annotated[Tensor, "num_tokens"]
-    positions: Annotated[Tensor, "num_tokens"]
-    slot_mapping: Annotated[Tensor, "num_tokens", {"padding": -1}]
-    cu_seqlens_q: Annotated[Tensor, "num_seqs + 1", {"padding": "row index"}]
-    context_lens: Annotated[Tensor, "num_seqs"]
-    block_tables: Annotated[Tensor, "num_seqs, max_blocks"]
-    logits_indices: Annotated[Tensor, "num_logits"]
-    read_slots: Annotated[Tensor, "num_seqs"]
-    write_slots: Annotated[Tensor, "num_seqs"]
-    window_slots: Annotated[Tensor, "num_window_tokens", {"padding": -1}]
-    window_tables: Annotated[Tensor, "num_seqs, max_window_blocks"]
-    prefills: Annotated[Tensor, "num_prefills"]
+class Batch(Generic[Array]):
+    input_ids: Annotated[Array, "num_tokens"]
+    positions: Annotated[Array, "num_tokens"]
+    slot_mapping: Annotated[Array, "num_tokens", {"padding": -1}]
+    cu_seqlens_q: Annotated[Array, "num_seqs + 1", {"padding": "row index"}]
+    context_lens: Annotated[Array, "num_seqs"]
+    block_tables: Annotated[Array, "num_seqs, max_blocks"]
+    logits_indices: Annotated[Array, "num_logits"]
+    read_slots: Annotated[Array, "num_seqs"]
+    write_slots: Annotated[Array, "num_seqs"]
+    window_slots: Annotated[Array, "num_window_tokens", {"padding": -1}]
+    window_tables: Annotated[Array, "num_seqs, max_window_blocks"]
+    prefills: Annotated[Array, "num_prefills"]
     max_seqlen_q: int  # 1 if every sequence has one query token
     max_seqlen_k: int
 

@@ -87,10 +87,8 @@ class LLM(ThreadSafeEngine):
         runner = self.model_runner
         extensions: list[Extension] = [PromptScores()]
         self.windows: Windows | None = None
-        if runner.executor.worker.num_window_blocks > 0:
-            self.windows = Windows(runner.executor.worker)
-            # Drafts measure steps, whose batches need window tables.
-            runner.extensions = self.windows
+        if runner.window_tables is not None:
+            self.windows = Windows(runner.executor.worker, runner.window_tables)
         if config.num_speculative_tokens:
             extensions.append(make_drafts(config, runner, self.max_model_len))
         if spec.has_states:

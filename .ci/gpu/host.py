@@ -3,7 +3,9 @@
     host.py NUM_SEQS...
 
 It needs no GPU, because the model, the sampler and the transfers are replaced. The time is that of
-`generate` from one step to the next.
+`generate` from one step to the next. With blocks of 256 tokens, which are nano-vLLM's, fewer
+sequences enter or fill a block in a step. A second run with clocks around its parts shows where the
+time goes.
 """
 
 import json
@@ -15,7 +17,7 @@ from itertools import pairwise
 from tempfile import TemporaryDirectory
 
 import torch
-from internals import describe_hardware, remove_the_gpu_work, watch_steps
+from internals import describe_hardware, remove_the_gpu_work, time_parts, watch_steps
 from transformers import Qwen3Config
 
 from nanovllm import LLM, SamplingParams
@@ -23,7 +25,7 @@ from nanovllm import LLM, SamplingParams
 CONTEXT_LEN = 1000
 NUM_STEPS = 200
 VOCAB_SIZE = 10000
-BLOCK_SIZE = 16
+BLOCK_SIZES = [16, 256]
 TINY = Qwen3Config(
     architectures=["Qwen3ForCausalLM"],
     vocab_size=VOCAB_SIZE,
@@ -39,7 +41,7 @@ TINY = Qwen3Config(
 )
 
 
-def measure(num_seqs: int) -> None:
+def measure(num_seqs: int, block_size: int) -> None:
     max_model_len = 2048
     with TemporaryDirectory() as folder:
         TINY.save_pretrained(folder)
@@ -48,8 +50,8 @@ def measure(num_seqs: int) -> None:
             load_format="dummy",
             device="cpu",
             enable_kernels=False,
-            kvcache_block_size=BLOCK_SIZE,
-            num_kvcache_blocks=max(num_seqs, 2) * max_model_len // BLOCK_SIZE,
+            kvcache_block_size=block_size,
+            num_kvcache_blocks=max(num_seqs, 2) * max_model_len // block_size,
             max_num_seqs=num_seqs,
             max_model_len=max_model_len,
         )
@@ -57,24 +59,33 @@ def measure(num_seqs: int) -> None:
     starts = []
     watch_steps(llm, lambda: starts.append(time.thread_time()))
     rng = random.Random(0)
-    prompts = []
-    for _ in range(num_seqs):
-        prompts.append([rng.randrange(VOCAB_SIZE) for _ in range(CONTEXT_LEN)])
+
+    def make_prompts() -> list[list[int]]:
+        return [rng.choices(range(VOCAB_SIZE), k=CONTEXT_LEN) for _ in range(num_seqs)]
+
     # Some sequences start earlier, so the last steps have fewer of them.
     num_chunks = num_seqs * CONTEXT_LEN // llm.config.max_num_batched_tokens + 1
     max_tokens = NUM_STEPS + 2 * num_chunks
     params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=max_tokens)
-    llm.generate(prompts, params, use_tqdm=False)
+    llm.generate(make_prompts(), params, use_tqdm=False)
     ends = starts[-num_chunks - NUM_STEPS : -num_chunks]
     steps = [1e6 * (end - start) for start, end in pairwise(ends)]
     median = statistics.median(steps)
-    print(f"host time of a decode step of {num_seqs} sequences: {median:.0f} us", flush=True)
-    hardware = describe_hardware(torch.device("cpu"))
-    print(json.dumps({"hardware": hardware, "num_seqs": num_seqs, "host_us": median}))
+    seconds = time_parts(llm, time.thread_time)
+    llm.generate(make_prompts(), params, use_tqdm=False)  # not those in the prefix cache
+    parts = {}
+    for name, values in seconds.items():
+        parts[name] = 1e6 * statistics.median(values[-num_chunks - NUM_STEPS : -num_chunks])
+    title = f"host time of a decode step of {num_seqs} sequences, blocks of {block_size}"
+    shown = ", ".join([f"{name} {us:.0f}" for name, us in parts.items()])
+    print(f"{title}: {median:.0f} us ({shown})", flush=True)
+    described = {"measured": title, "hardware": describe_hardware(torch.device("cpu"))}
+    print(json.dumps({**described, "host_us": median, "parts_us": parts}))
     llm.exit()
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     for number in sys.argv[1:]:
-        measure(int(number))
+        for size in BLOCK_SIZES:
+            measure(int(number), size)

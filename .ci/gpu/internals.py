@@ -147,3 +147,30 @@ def watch_steps(llm: LLM, see: Callable[[], object]) -> None:
         return schedule()
 
     llm.scheduler.schedule = see_and_schedule
+
+
+def time_parts(llm: LLM, clock: Callable[[], float]) -> dict[str, list[float]]:
+    """Measure the parts of the following steps. Return seconds by the name of the part."""
+    runner = llm.model_runner
+    owners = {
+        "schedule": llm.scheduler,
+        "prepare_batch": runner,
+        "execute": llm.executor.worker,
+        "sample": runner,
+        "postprocess": llm.scheduler,
+    }
+    seconds: dict[str, list[float]] = {}
+    for name, owner in owners.items():
+        seconds[name] = []
+        setattr(owner, name, _timed(getattr(owner, name), clock, seconds[name]))
+    return seconds
+
+
+def _timed(function: Callable, clock: Callable[[], float], seconds: list[float]) -> Callable:
+    def run_and_time(*args):
+        start = clock()
+        result = function(*args)
+        seconds.append(clock() - start)
+        return result
+
+    return run_and_time

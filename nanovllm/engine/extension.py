@@ -90,7 +90,7 @@ class Extension:
             each.planned(seqs)
 
     def prepared(self, seqs: list[Sequence], batch: Batch) -> Batch:
-        """Return the batch that the model receives, on the host."""
+        """Return the batch that the model receives. Its arrays are numpy's, on the host."""
         for each in self.features:
             batch = each.prepared(seqs, batch)
         return batch

@@ -168,9 +168,9 @@ class LLMEngine:
             request.commit(logprobs[index] if logprobs is not None else None)
             if request.finish_reason is not None:
                 self._remove(request)
-            if request.finish_reason == "error":
-                reason = request.explain_error()
-                self._warn(f"request {request.seq_id} ends with an error: {reason}")
+                if request.finish_reason == "error":
+                    reason = request.explain_error()
+                    self._warn(f"request {request.seq_id} ends with an error: {reason}")
 
     def _warn(self, message: str) -> None:
         warnings.warn(message, RuntimeWarning, stacklevel=4)  # the caller of step

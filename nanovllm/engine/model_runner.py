@@ -6,6 +6,7 @@ It uses sequences, but not the queues.
 import weakref
 from collections.abc import Callable
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import TypeVar
 
@@ -62,6 +63,8 @@ class ModelRunner:
         self.num_lanes = worker.num_lanes
         # The block tables of all lanes, so that a decode need not copy its whole table.
         self.block_tables = np.zeros((self.num_lanes, worker.block_table_width), np.int32)
+        # Those of the second pool, if there is one. An extension writes them.
+        self.window_tables = np.zeros_like(self.block_tables) if worker.num_window_blocks else None
 
     def forward(self, seqs: list[Sequence]) -> Tensor:
         """Compute the scheduled tokens. Return logits [num_logits of all seqs, vocab_size]."""
@@ -70,12 +73,15 @@ class ModelRunner:
 
     def _execute(self, batch: Batch) -> Tensor:
         worker = self.executor.worker
+        hidden = worker.execute(batch)
+        if len(hidden) <= worker.max_num_logits:
+            return self.extensions.computed(batch, worker.compute_logits(hidden))
         parts: list[Tensor] = []
-        for hidden in worker.execute(batch).split(worker.max_num_logits):
-            parts.append(self.extensions.computed(batch, worker.compute_logits(hidden)))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        for part in hidden.split(worker.max_num_logits):
+            parts.append(self.extensions.computed(batch, worker.compute_logits(part)))
+        return torch.cat(parts)
 
-    def prepare_batch(self, seqs: list[Sequence]) -> Batch:
+    def prepare_batch(self, seqs: list[Sequence]) -> Batch[np.ndarray]:
         """Flatten the scheduled tokens, on the host. batch.py draws the result.
 
         Example with block size 4: a sequence of 7 tokens has computed 4, and its block table is
@@ -88,23 +94,34 @@ class ModelRunner:
             # sequence have copied all other entries, because its first step copied the whole table.
             if seq.num_scheduled_tokens > 1 or seq.num_computed_tokens % block_size == 0:
                 self.block_tables[seq.lane, : len(seq.block_table)] = seq.block_table
+        context_lens = [seq.num_computed_tokens + seq.num_scheduled_tokens for seq in seqs]
         max_seqlen_q = max([seq.num_scheduled_tokens for seq in seqs])
-        max_seqlen_k = max([seq.num_computed_tokens + seq.num_scheduled_tokens for seq in seqs])
+        max_seqlen_k = max(context_lens)
+        seq_index, arrays = flatten_decodes(seqs) if max_seqlen_q == 1 else flatten(seqs)
         lanes = np.array([seq.lane for seq in seqs], np.int32)
-        block_tables = self.block_tables[lanes, : cdiv(max_seqlen_k, block_size)]
-        if max_seqlen_q == 1:
-            arrays = flatten_decodes(seqs, block_size)
-        else:
-            arrays = flatten(seqs, block_tables, block_size)
-        arrays["block_tables"] = block_tables
+        blocks, offsets = np.divmod(arrays["positions"], block_size)
+        num_columns = cdiv(max_seqlen_k, block_size)
+        block_tables = self.block_tables[lanes, :num_columns]
+        # Both are empty, unless there is a second pool of blocks.
+        window_tables = block_tables[:, :0]
+        window_slots = lanes[:0]
+        if self.window_tables is not None:
+            window_tables = self.window_tables[lanes, :num_columns]
+            window_slots = window_tables[seq_index, blocks] * block_size + offsets
         # The state slots of the lanes. An extension chooses others if a model has recurrent states.
-        arrays["read_slots"] = lanes + FIRST_LANE
-        arrays["write_slots"] = lanes + FIRST_LANE
-        # Empty, unless an extension manages a second pool of blocks.
-        arrays["window_slots"] = lanes[:0]
-        arrays["window_tables"] = block_tables[:, :0]
-        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-        return Batch(**tensors, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+        state_slots = lanes + FIRST_LANE
+        return Batch(
+            **arrays,
+            slot_mapping=block_tables[seq_index, blocks] * block_size + offsets,
+            context_lens=np.array(context_lens, np.int32),
+            block_tables=block_tables,
+            read_slots=state_slots,
+            write_slots=state_slots,
+            window_slots=window_slots,
+            window_tables=window_tables,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k,
+        )
 
     def sample(self, logits: Tensor, seqs: list[Sequence]) -> tuple[list[list[int]], Logprobs]:
         """Sample num_logits tokens for each sequence, -1 where the logits are NaN.
@@ -129,10 +146,8 @@ class ModelRunner:
         return split_rows(token_ids, seqs), logprobs
 
 
-def flatten(
-    seqs: list[Sequence], block_tables: np.ndarray, block_size: int
-) -> dict[str, np.ndarray]:
-    """Return the arrays of a Batch that depend on the scheduled tokens."""
+def flatten(seqs: list[Sequence]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Return the sequence of each token, 0 0 0 1 2 2 in batch.py, and arrays of a Batch."""
     input_ids: list[int] = []
     for seq in seqs:
         start = seq.num_computed_tokens
@@ -140,64 +155,49 @@ def flatten(
     numbers = [(seq.num_computed_tokens, seq.num_scheduled_tokens, seq.num_logits) for seq in seqs]
     starts, query_lens, num_logits = np.array(numbers, np.int32).T
     cu_seqlens_q = np.concatenate(([0], query_lens.cumsum()), dtype=np.int32)
-    # For each token: its sequence, and its offset in the query.
-    # In the example of batch.py: 0 0 0 1 2 2, and 0 1 2 0 0 1.
     seq_index = np.repeat(np.arange(len(seqs)), query_lens)
     offset_in_query = np.arange(len(input_ids), dtype=np.int32) - cu_seqlens_q[seq_index]
-    positions = starts[seq_index] + offset_in_query
-    blocks, offsets = np.divmod(positions, block_size)
     first_offsets = query_lens - num_logits  # those of each query's first token with logits
     has_logits = offset_in_query >= first_offsets[seq_index]
-    return {
+    return seq_index, {
         "input_ids": np.array(input_ids, np.int32),
-        "positions": positions,
-        "slot_mapping": block_tables[seq_index, blocks] * block_size + offsets,
+        "positions": starts[seq_index] + offset_in_query,
         "cu_seqlens_q": cu_seqlens_q,
-        "context_lens": starts + query_lens,
         "logits_indices": np.flatnonzero(has_logits).astype(np.int32),
         "prefills": np.flatnonzero(query_lens > 1).astype(np.int32),
     }
 
 
-def flatten_decodes(seqs: list[Sequence], block_size: int) -> dict[str, np.ndarray]:
+def flatten_decodes(seqs: list[Sequence]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """As `flatten`, if each sequence has one token. This takes half as long for 256 of them."""
-    starts = [seq.num_computed_tokens for seq in seqs]
-    ids = [seq.token_ids[start] for seq, start in zip(seqs, starts)]
-    blocks = [seq.block_table[start // block_size] for seq, start in zip(seqs, starts)]
-    num_logits = [seq.num_logits for seq in seqs]
-    input_ids, positions, block_ids = np.array((ids, starts, blocks), np.int32)
-    return {
-        "input_ids": input_ids,
-        "positions": positions,
-        "slot_mapping": block_ids * block_size + positions % block_size,
-        "cu_seqlens_q": np.arange(len(seqs) + 1, dtype=np.int32),
-        "context_lens": positions + 1,
-        "logits_indices": np.flatnonzero(num_logits).astype(np.int32),
-        "prefills": np.empty(0, np.int32),
+    positions = [seq.num_computed_tokens for seq in seqs]
+    input_ids = [seq.token_ids[position] for seq, position in zip(seqs, positions)]
+    logits_indices = [index for index, seq in enumerate(seqs) if seq.num_logits > 0]
+    cu_seqlens_q = np.arange(len(seqs) + 1, dtype=np.int32)
+    seq_index = cu_seqlens_q[:-1]
+    return seq_index, {
+        "input_ids": np.array(input_ids, np.int32),
+        "positions": np.array(positions, np.int32),
+        "cu_seqlens_q": cu_seqlens_q,
+        "logits_indices": np.array(logits_indices, np.int32),
+        "prefills": seq_index[:0],
     }
 
 
 def list_rows(seqs: list[Sequence]) -> tuple[list[Sequence], list[int]]:
     """Return the sequence of each row of logits, and the position of the token that it samples."""
+    if all([seq.num_logits == 1 for seq in seqs]):  # faster than the loop, with the same result
+        return seqs, [len(seq.token_ids) for seq in seqs]
     rows: list[Sequence] = []
     positions: list[int] = []
     for seq in seqs:
         end = len(seq.token_ids)
-        if seq.num_logits == 1:  # faster than what follows, which would do the same
-            rows.append(seq)
-            positions.append(end)
-        else:
-            rows += [seq] * seq.num_logits
-            positions += range(end - seq.num_logits + 1, end + 1)
+        rows += [seq] * seq.num_logits
+        positions += range(end - seq.num_logits + 1, end + 1)
     return rows, positions
 
 
 def split_rows(values: list[Value], seqs: list[Sequence]) -> list[list[Value]]:
     """Split values, one per row of logits, into one list per sequence."""
-    parts: list[list[Value]] = []
-    start = 0
-    for seq in seqs:
-        end = start + seq.num_logits
-        parts.append(values[start:end])
-        start = end
-    return parts
+    ends = accumulate([seq.num_logits for seq in seqs])
+    return [values[end - seq.num_logits : end] for seq, end in zip(seqs, ends)]

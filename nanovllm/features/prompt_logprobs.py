@@ -19,7 +19,6 @@ from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from nanovllm.batch import Batch
@@ -92,8 +91,7 @@ class PromptScores(Extension):
                     indices.append(offset + position)
             rows += [None] * seq.num_logits
             indices += range(offset + end - seq.num_logits, offset + end)
-        logits_indices = torch.from_numpy(np.array(indices, np.int32))
-        fields = {**vars(batch), "logits_indices": logits_indices}
+        fields = {**vars(batch), "logits_indices": np.array(indices, np.int32)}
         return ScoringBatch(**fields, remaining_rows=iter(rows))
 
     def computed(self, batch: Batch, logits: Tensor) -> Tensor:

@@ -29,7 +29,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 
 from nanovllm.batch import Batch
 from nanovllm.engine.block_manager import Block
@@ -140,9 +139,7 @@ class RecurrentStates(Extension):
     def prepared(self, seqs: list[Sequence], batch: Batch) -> Batch:
         slots = [self.slots[seq] for seq in seqs]
         read, write = np.array([(each.read, each.write) for each in slots], np.int32).T.copy()
-        return replace(
-            batch, read_slots=torch.from_numpy(read), write_slots=torch.from_numpy(write)
-        )
+        return replace(batch, read_slots=read, write_slots=write)
 
     def recorded(self, seqs: list[Sequence]) -> None:
         """Advance to the new states, and let other sequences find the new snapshots.

@@ -28,13 +28,11 @@ point where a later prompt stopped matching, such as the end of a system prompt.
 """
 
 from collections import OrderedDict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
-from nanovllm.batch import Batch
 from nanovllm.engine.block_manager import Block, BlockManager
 from nanovllm.engine.extension import Extension
 from nanovllm.engine.scheduler import Scheduler
@@ -83,15 +81,15 @@ class Windows(Extension):
 
     scheduler: Scheduler
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Worker, tables: np.ndarray) -> None:
+        """`tables` are the window tables of all lanes. ModelRunner copies them into batches."""
         assert worker.spec.window is not None and worker.num_window_blocks > 0
         self.window = worker.spec.window  # tokens, the largest window of a layer
         self.block_size = worker.block_size
         self.pool = WindowPool(
             worker.num_window_blocks, self.block_size, worker.config.enable_prefix_caching
         )
-        # The window tables of all lanes. An entry without a block is 0.
-        self.tables = np.zeros((worker.num_lanes, worker.block_table_width), np.int32)
+        self.tables = tables  # an entry without a block is 0
 
     def reset(self) -> None:
         self.pool.reset()
@@ -144,18 +142,6 @@ class Windows(Extension):
             if seq.num_logits > 1:  # has a draft
                 self._resize(seq, seq.num_computed_tokens + seq.num_scheduled_tokens)
                 self.changing.append(seq)
-
-    def prepared(self, seqs: list[Sequence], batch: Batch) -> Batch:
-        lanes = [seq.lane for seq in seqs]
-        tables = self.tables[lanes, : batch.block_tables.shape[1]]
-        seq_index = np.repeat(np.arange(len(seqs)), batch.cu_seqlens_q.diff().numpy())
-        blocks, offsets = np.divmod(batch.positions.numpy(), self.block_size)
-        slots = tables[seq_index, blocks] * self.block_size + offsets
-        return replace(
-            batch,
-            window_slots=torch.from_numpy(slots),
-            window_tables=torch.from_numpy(tables),
-        )
 
     def recorded(self, seqs: list[Sequence]) -> None:
         """Cache what accepted draft tokens fill. Release rejected ones, and what windows leave."""

@@ -1,8 +1,7 @@
 """One rank's model and KV cache: turns batches into logits.
 
-A Batch of tensors on the host is all that a step needs. With several ranks, each of them has a
-Worker: rank 0 runs a batch, and the others receive the same batch and compute their share in
-`serve`.
+A Batch on the host is all that a step needs. With several ranks, each of them has a Worker: rank 0
+runs a batch, and the others receive the same batch and compute their share in `serve`.
 """
 
 from dataclasses import dataclass, field
@@ -54,7 +53,7 @@ class Worker:
 
     @torch.inference_mode()
     def compute(self, batch: Batch) -> Tensor:
-        """Write the K/V of this rank's share of `batch`, whose tensors are on the host.
+        """Write the K/V of this rank's share of `batch`, which is on the host.
 
         Return hidden states [num_logits, hidden_size], which are valid until the next call.
         """

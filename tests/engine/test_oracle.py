@@ -126,7 +126,7 @@ def test_a_batch_looks_as_drawn_in_batch_py():
     """A prompt of 3 tokens, a decode at position 7, and the last chunk of a prompt of 6 tokens."""
     tables = np.zeros((3, 4), np.int32)
     tables[1, :2] = [2, 6]  # copied when an earlier step entered the block
-    runner = SimpleNamespace(block_tables=tables, block_size=4)
+    runner = SimpleNamespace(block_tables=tables, window_tables=None, block_size=4)
     seqs = []
     plans = [(0, 3, [5]), (7, 1, [2, 6]), (4, 2, [1, 9])]
     for num_computed, num_scheduled, block_table in plans:
@@ -158,15 +158,19 @@ def test_a_batch_looks_as_drawn_in_batch_py():
         max_seqlen_k=8,
     )
     for name, value in vars(batch).items():
-        assert torch.as_tensor(value).tolist() == expected[name], name
+        assert np.asarray(value).tolist() == expected[name], name
 
 
-def test_decodes_alone_are_flattened_as_beside_a_chunk():
+@pytest.mark.parametrize("has_second_pool", [False, True])
+def test_decodes_alone_are_flattened_as_beside_a_chunk(has_second_pool):
     """A step of decodes takes a faster path."""
+    window_tables = None
+    if has_second_pool:
+        window_tables = np.array([[0, 5, 0], [0, 1, 7], [0, 0, 2], [4, 0, 0]], np.int32)
 
     def prepare(lanes):
         tables = np.array([[3, 8, 0], [2, 6, 0], [1, 5, 9], [7, 0, 0]], np.int32)
-        runner = SimpleNamespace(block_tables=tables, block_size=4)
+        runner = SimpleNamespace(block_tables=tables, window_tables=window_tables, block_size=4)
         seqs = []
         for lane in lanes:
             block_table = [[3, 8], [2, 6, 4], [1, 5, 9], [7]][lane]
@@ -186,10 +190,14 @@ def test_decodes_alone_are_flattened_as_beside_a_chunk():
     alone, beside = prepare([0, 1, 2]), prepare([0, 1, 2, 3])
     assert alone.block_tables.tolist() == [[3, 8, 0], [2, 6, 4], [1, 5, 9]]
     assert alone.slot_mapping.tolist() == [8 * 4 + 1, 4 * 4, 9 * 4 + 3]
+    if has_second_pool:
+        assert alone.window_tables.tolist() == window_tables[:3].tolist()
+        assert alone.window_slots.tolist() == [5 * 4 + 1, 7 * 4, 2 * 4 + 3]
+        assert beside.window_slots.tolist()[3:] == [4 * 4, 4 * 4 + 1, 4 * 4 + 2]
     for name, value in vars(alone).items():
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, np.ndarray):
             expected = getattr(beside, name)
-            assert value.dtype == expected.dtype, name
-            assert name == "prefills" or torch.equal(value, expected[: len(value)]), name
+            assert value.dtype == expected.dtype == np.int32, name
+            assert name == "prefills" or np.array_equal(value, expected[: len(value)]), name
     assert len(alone.prefills) == 0
     assert (alone.max_seqlen_q, alone.max_seqlen_k) == (1, beside.max_seqlen_k)

@@ -6,6 +6,7 @@ fill the free blocks with NaN before each step, except those that a prefix hit m
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from conftest import check_invariants, check_windows, generate_ids, greedy, random_prompt
@@ -49,10 +50,9 @@ class Simulation:
             block_size=block_size,
             num_window_blocks=units.count_window_blocks(num_lanes, budget),
             config=SimpleNamespace(enable_prefix_caching=enable_prefix_caching),
-            num_lanes=num_lanes,
-            block_table_width=cdiv(max_model_len, block_size),
         )
-        self.windows = Windows(worker)
+        tables = np.zeros((num_lanes, cdiv(max_model_len, block_size)), np.int32)
+        self.windows = Windows(worker, tables)
         extensions = [*more, self.windows]
         if draft_len:
             extensions.insert(0, Drafts(draft_len, StepCosts(FREE, FREE)))
