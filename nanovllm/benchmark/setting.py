@@ -68,7 +68,7 @@ def make_setting(
     longest = max(case.shared_prefix + case.input_len[1] + case.output_len[1] for case in cases)
     num_seqs = max(case.num_seqs for case in cases)
     if args.workload:
-        chosen = {"max_num_seqs": num_seqs, **chosen}  # else the KV cache has room for more
+        chosen = {"max_num_seqs": num_seqs, **chosen}  # bounds the KV cache
     options = {
         "dtype": args.dtype,
         "quantization": args.quantization,

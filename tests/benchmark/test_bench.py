@@ -20,7 +20,12 @@ from nanovllm import DEMO_MODEL
 from nanovllm.benchmark import roofline
 from nanovllm.benchmark.arguments import make_parser
 from nanovllm.benchmark.engines import NanoVLLM
-from nanovllm.benchmark.roofline import PeakRates, find_roofline_fraction, measure_peak_rates
+from nanovllm.benchmark.roofline import (
+    PeakRates,
+    find_roofline_fraction,
+    measure_bandwidth,
+    measure_peak_rates,
+)
 from nanovllm.benchmark.setting import make_settings
 from nanovllm.benchmark.shapes import SHAPES
 from nanovllm.benchmark.workloads import Request, choose_workload
@@ -339,6 +344,7 @@ def test_peak_flops_are_those_of_the_fastest_dtype(dtype, rates, fastest, monkey
 
 
 def test_peak_rates_name_their_dtype(monkeypatch):
+    monkeypatch.setattr(roofline, "measure_bandwidth", measure_bandwidth)
     monkeypatch.setattr(roofline, "time_best", lambda *_, source: source.nbytes / 5e9)
     monkeypatch.setattr(roofline, "find_matmul_rate", lambda *_: (7e10, FLOAT32))
     peak = measure_peak_rates(CPU, BFLOAT16)

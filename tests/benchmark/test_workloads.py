@@ -65,13 +65,14 @@ def run(monkeypatch, capsys):
 
 
 def test_lengths_of_nano_vllm_are_those_of_its_readme():
-    """It reports 133,966 output tokens."""
+    """It reports 133,966 output tokens, and in a later version 142,827 prompt tokens."""
     args = make_parser().parse_args(["--workload", "nano-vllm"])
     choose_workload(args)
     (case,) = args.cases
     requests = make_requests(case, 151936, 0)
     assert len(requests) == 256
     assert sum(request.num_tokens for request in requests) == 133_966
+    assert sum(len(request.prompt) for request in requests) == 142_827
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
