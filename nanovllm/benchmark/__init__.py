@@ -1,8 +1,9 @@
 """What bench.py is made of. No other folder of the package imports this one.
 
-arguments.py   the command line          setting.py    what it asks for, checked
-shapes.py      built-in models, default workloads
+arguments.py   the command line          workloads.py   a table of workloads, and their requests
+shapes.py      built-in models           setting.py     what the command line asks for, checked
 engines.py     nanovllm, transformers and vLLM behind one interface
-roofline.py    the minimum time          report.py     the table of throughput, and JSON
+memory.py      the memory that a run takes
+roofline.py    the minimum time          report.py      the table of figures, JSON, a plot
 latency.py     requests that arrive over time
 """

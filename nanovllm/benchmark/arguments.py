@@ -6,11 +6,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
-
 from nanovllm.benchmark.engines import ENGINES
 from nanovllm.benchmark.setting import TOKEN_BUDGETS
-from nanovllm.benchmark.shapes import ON_CPU, ON_GPU, SHAPES
+from nanovllm.benchmark.shapes import SHAPES
+from nanovllm.benchmark.workloads import DEPTH, WORKLOADS
 from nanovllm.config import DTYPES, QUANTIZATIONS
 from nanovllm.utils.checks import parse_value
 
@@ -38,9 +37,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description="Measure the throughput of nanovllm, transformers and vLLM on random prompts.",
         epilog=(
-            "Default on a GPU: nano-vLLM's workload (qwen3-0.6b, 256 requests, 100 to 1024 prompt"
-            " tokens, 100 to 1024 output tokens). Default on a CPU: less than a minute (small, 32"
-            " requests, 32 to 256 prompt tokens, 32 to 256 output tokens)."
+            "Default on a GPU: --workload nano-vllm (qwen3-0.6b, 256 requests, 100 to 1024 prompt"
+            " tokens, 100 to 1024 output tokens). Default on a CPU: quick, which takes less than a"
+            " minute (small, 32 requests, 32 to 256 prompt tokens, 32 to 256 output tokens)."
         ),
     )
     add = parser.add_argument
@@ -51,22 +50,25 @@ def make_parser() -> argparse.ArgumentParser:
         "--model",
         help=f"checkpoint directory, Hub id, or a shape with random weights: {shapes}",
     )
+    add(
+        "--workload",
+        choices=list(WORKLOADS),
+        help="a workload that other projects publish, which fixes lengths, temperature and seed",
+    )
     add("--num-seqs", type=integer(1), metavar="N", help="number of requests")
     add("--input-len", help="prompt tokens per request, without the shared prefix", **bounds)
     add("--output-len", help="output tokens per request", **bounds)
     add(
         "--shared-prefix",
         type=integer(0),
-        default=0,
         metavar="N",
         help="tokens that all prompts begin with",
     )
-    add("--repeat", type=integer(1), default=1, metavar="N", help="runs per engine (default: 1)")
-    add("--temperature", type=float, default=0.6, help="0 is greedy (default: 0.6)")
+    add("--repeat", type=integer(1), metavar="N", help="runs per engine (default: the workload's)")
+    add("--temperature", type=float, help="0 is greedy (default: 0.6)")
     add(
         "--seed",
         type=integer(0, math.inf),
-        default=0,
         help="seed of lengths, ids and samples (default: 0)",
     )
     add(
@@ -112,7 +114,11 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="N",
         help=f"with --request-rate: max_num_batched_tokens of mixed steps (default: {budgets})",
     )
-    add("-o", "--output", metavar="FILE", help="with --request-rate: plot the latencies")
+    add(
+        "-o",
+        "--output",
+        metavar="FILE",
+        help=f"plot latencies (with --request-rate) or decode (with --workload {DEPTH})",
+    )
     add("--json", action="store_true", help="print one line of JSON, everything else on stderr")
-    parser.set_defaults(**(ON_GPU if torch.cuda.is_available() else ON_CPU))
     return parser

@@ -2,10 +2,9 @@
 
 import atexit
 import os
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -13,6 +12,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.benchmark.setting import Setting
+from nanovllm.benchmark.workloads import Request
 from nanovllm.checkpoints.checkpoint import LOCAL
 
 # Options that mean the same in vLLM.
@@ -29,11 +29,6 @@ _OPTIONS_OF_VLLM = {
     "enable_chunked_prefill",
     "enforce_eager",
 }
-
-
-class Request(NamedTuple):
-    prompt: list[int]
-    num_tokens: int  # to generate
 
 
 class Engine(Protocol):
@@ -159,11 +154,6 @@ ENGINES: dict[str, Callable[[Setting], Engine]] = {
 }
 
 
-def start_engines(names: list[str], setting: Setting) -> dict[str, Engine]:
-    """Start the engines of `names`, or with --request-rate one of nanovllm for each policy."""
-    if not setting.policies:
-        return {name: ENGINES[name](setting) for name in dict.fromkeys(names)}
-    engines: dict[str, Engine] = {}
-    for policy, options in setting.policies.items():
-        engines[policy] = NanoVLLM(replace(setting, options={**setting.options, **options}))
-    return engines
+def start_engines(settings: Mapping[str, Setting]) -> dict[str, Engine]:
+    """Start the engines that `settings` name. Other names are those of variants of nanovllm."""
+    return {name: ENGINES.get(name, NanoVLLM)(setting) for name, setting in settings.items()}

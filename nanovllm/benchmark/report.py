@@ -5,22 +5,20 @@ import os
 import platform
 import re
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from nanovllm.benchmark.engines import Engine, Request
-from nanovllm.benchmark.roofline import (
-    NOTE,
-    PeakRates,
-    compute_roofline_seconds,
-    find_roofline_fraction,
-)
+from nanovllm.benchmark import roofline
+from nanovllm.benchmark.engines import Engine
+from nanovllm.benchmark.roofline import PeakRates
 from nanovllm.benchmark.setting import Setting
+from nanovllm.benchmark.workloads import Request
 
 Figures = dict[str, Any]  # a part of the line of JSON
 WORKLOAD = ("num_seqs", "input_len", "output_len", "shared_prefix", "temperature", "seed")
@@ -28,14 +26,12 @@ COLUMNS = (
     "prompt tokens",
     "output tokens",
     "seconds",
+    "prompt tok/s",
     "output tok/s",
-    "total tok/s",
+    "GB/s",
     "% of roofline",
 )
-READING = f"""\
-Look at output tok/s: the tokens generated per second, over a whole run with its prefills.
-% of roofline is the minimum time of the workload at the peak rates, divided by the measured time.
-{NOTE}"""
+SHIFT = 0.1  # a change of the bandwidth that matters
 
 
 def describe_hardware(device: torch.device) -> str:
@@ -60,16 +56,22 @@ def find_versions(packages: Iterable[str]) -> dict[str, str]:
 
 
 def describe(
-    args: argparse.Namespace, setting: Setting, engines: Mapping[str, Engine], peak: PeakRates
+    args: argparse.Namespace,
+    settings: Mapping[str, Setting],
+    engines: Mapping[str, Engine],
+    peak: PeakRates,
 ) -> Figures:
     """Print and return what the figures depend on."""
+    setting, *_ = settings.values()
+    case, *others = args.cases
+    options = {name: getattr(case, name) for name in WORKLOAD}
     described: Figures = {
         "hardware": describe_hardware(setting.device),
         "peak_rates": str(peak),
         "versions": find_versions(dict.fromkeys(["torch", "transformers", *args.engine])),
-        "model": args.model,
+        "model": ", ".join(args.models),
         "options": setting.options,
-        "workload": {name: getattr(args, name) for name in WORKLOAD},
+        "workload": {"name": args.workload} if others else options,
         **{name: engine.description for name, engine in engines.items()},
     }
     for name, value in described.items():
@@ -79,54 +81,110 @@ def describe(
     return described
 
 
+def report_bandwidth(device: torch.device, peak: PeakRates) -> Figures:
+    """Measure the bandwidth again after the runs. Print what a change of it means.
+
+    On a GPU the engines have taken the memory that this needs.
+    """
+    if device.type == "cuda":
+        return {}
+    before = peak.bytes_per_second
+    after = roofline.measure_bandwidth(device)
+    if abs(after - before) > SHIFT * before:
+        print(
+            f"\nThe memory's bandwidth was {before / 1e9:.4g} GB/s before the runs and"
+            f" {after / 1e9:.4g} GB/s after them, because other\nprograms or virtual machines use"
+            " it, too. Repeat the runs when the machine is quiet, or\ncompare only engines that ran"
+            " in turn."
+        )
+    return {"bytes_per_second_after_runs": after}
+
+
 class Table:
-    """A row for each run of a workload."""
+    """A row for each run of a case."""
 
     def __init__(
-        self, setting: Setting, requests: list[Request], shared_prefix: int, peak: PeakRates
+        self,
+        case: argparse.Namespace,
+        settings: Mapping[str, Setting],
+        requests: list[Request],
+        peak: PeakRates,
     ) -> None:
         self.peak = peak
-        self.least = compute_roofline_seconds(setting.spec, requests, shared_prefix, peak)
-        self.num_prompt_tokens = sum(len(request.prompt) for request in requests)
+        self.seconds: dict[str, list[float]] = {name: [] for name in settings}
+        self.stats: dict[str, dict[str, int]] = {}  # of the last run
+        self.least: dict[str, float] = {}  # the seconds of the roofline
+        self.num_bytes: dict[str, float] = {}
+        prefixes = (case.shared_prefix, case.cached_prefix)
+        for name, setting in settings.items():
+            count = partial(roofline.compute_roofline_seconds, setting.spec, requests, *prefixes)
+            self.least[name] = count(peak)
+            self.num_bytes[name] = count(roofline.ONE_BYTE_PER_SECOND)
+        self.num_prompt_tokens = sum(len(prompt) - case.cached_prefix for prompt, _ in requests)
         self.num_output_tokens = sum(request.num_tokens for request in requests)
         self.num_tokens = self.num_prompt_tokens + self.num_output_tokens
-        print(f"roofline: at least {self.least:.3g} seconds")
-        print(f"\n{'':20}" + "".join(f"{column:>15}" for column in COLUMNS), flush=True)
+        print(f"\n{case.title:24}" + "".join(f"{column:>15}" for column in COLUMNS), flush=True)
 
-    def print_row(self, label: str, seconds: float, stats: dict[str, int]) -> None:
+    def add_run(self, name: str, seconds: float, stats: dict[str, int]) -> None:
+        """Print a run of an engine, whose stats are those of this run."""
+        self.seconds[name].append(seconds)
+        self.stats[name] = stats
+        self.print_row(name, str(len(self.seconds[name])), seconds, stats)
+
+    def print_row(self, name: str, run: str, seconds: float, stats: dict[str, int]) -> None:
         cells = [
             f"{self.num_prompt_tokens:15}",
             f"{self.num_output_tokens:15}",
-            f"{seconds:15.2f}",
+            f"{seconds:15.3f}",
+            f"{self.num_prompt_tokens / seconds:15.1f}",
             f"{self.num_output_tokens / seconds:15.1f}",
-            f"{self.num_tokens / seconds:15.1f}",
-            f"{self.least / seconds:15.1%}",
+            f"{self.num_bytes[name] / seconds / 1e9:15.1f}",
+            f"{self.least[name] / seconds:15.1%}",
         ]
-        cells += [f"  {name} {value}" for name, value in stats.items() if value]
-        print(f"{label:20}" + "".join(cells), flush=True)
+        cells += [f"  {key} {value}" for key, value in stats.items() if value]
+        print(f"{f'{name} {run}':24}" + "".join(cells), flush=True)
 
-    def summarize(self, engines: Mapping[str, Engine], times: dict[str, list[float]]) -> Figures:
-        """Print the medians, the ratios, and how to read them. Return all figures."""
-        medians = {name: statistics.median(seconds) for name, seconds in times.items()}
+    def summarize(self) -> Figures:
+        """Print the medians and the ratios. Return all figures."""
+        medians = {name: statistics.median(seconds) for name, seconds in self.seconds.items()}
         first, *others = medians
         ratios = {f"{first}/{other}": medians[other] / medians[first] for other in others}
         for name, seconds in medians.items():
-            if len(times[name]) > 1:
-                self.print_row(f"{name} median", seconds, {})
+            if len(self.seconds[name]) > 1:
+                self.print_row(name, "median", seconds, {})
         for pair, ratio in ratios.items():
             print(f"{pair}: {ratio:.2f}x throughput (ratio of medians)")
-        print(f"\n{READING}")
         return {
             "prompt_tokens": self.num_prompt_tokens,
             "output_tokens": self.num_output_tokens,
-            "seconds": times,
+            "seconds": self.seconds,
             "median_seconds": medians,
+            "prompt_tokens_per_second": {n: self.num_prompt_tokens / s for n, s in medians.items()},
             "output_tokens_per_second": {n: self.num_output_tokens / s for n, s in medians.items()},
             "total_tokens_per_second": {n: self.num_tokens / s for n, s in medians.items()},
+            "bytes_per_second": {n: self.num_bytes[n] / s for n, s in medians.items()},
             "ratios": ratios,
-            "roofline": {**self.peak._asdict(), "seconds": self.least, "note": NOTE},
+            "roofline": {**self.peak._asdict(), "seconds": self.least, "note": roofline.NOTE},
             "share_of_roofline": {
-                n: find_roofline_fraction(self.least, s) for n, s in medians.items()
+                n: roofline.find_roofline_fraction(self.least[n], s) for n, s in medians.items()
             },
-            "stats_of_last_run": {name: engine.stats for name, engine in engines.items()},
+            "stats_of_last_run": self.stats,
         }
+
+
+def plot_decode(tests: Mapping[str, Figures], depths: Sequence[int], path: str) -> None:
+    """Draw output tokens/s over the tokens of context, a line for each engine.
+
+    Raises ValueError for an unknown suffix.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5, 3.8), layout="constrained")
+    axes = figure.subplots()
+    rates = [test["output_tokens_per_second"] for test in tests.values()]
+    for name in rates[0]:
+        axes.plot(depths, [rate[name] for rate in rates], marker="o", label=name)
+    axes.set(xlabel="tokens of context", ylabel="output tokens/s, one request", ylim=0)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=200)

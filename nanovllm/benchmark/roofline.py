@@ -4,6 +4,7 @@ It is the necessary memory traffic and FLOPs divided by peak rates, which are me
 from a data sheet.
 """
 
+import math
 from collections import Counter
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
-from nanovllm.benchmark.engines import Request
+from nanovllm.benchmark.workloads import Request
 from nanovllm.layers import attention
 from nanovllm.layers.attention import AttentionShape
 from nanovllm.layers.embedding import Embedding
@@ -20,7 +21,13 @@ from nanovllm.layers.quantized import Scheme
 from nanovllm.models.moe import Experts, MoESpec
 from nanovllm.models.spec import ModelSpec
 
-NOTE = "Above 100% (null in JSON), caches or kernels are faster than the measured peak rates."
+NOTE = """\
+% of roofline is the share of the best possible speed: the minimum time at the machine's peak rates,
+divided by the measured time. Above 100% (null in JSON) the peak rates are too low for this model,
+because it stays in the processor's cache, or because torch, which measured them, multiplies
+matrices more slowly. Then this column says nothing: compare tok/s.
+GB/s counts the weights and K/V that have to be read. If a decode reads as much as the memory can
+deliver (peak_rates), only smaller weights make it faster."""
 
 
 class PeakRates(NamedTuple):
@@ -33,10 +40,21 @@ class PeakRates(NamedTuple):
         return f"{bandwidth} and {self.flops_per_second / 1e12:.4g} TFLOP/s in {self.matmul_dtype}"
 
 
-def measure_peak_rates(device: torch.device, dtype: torch.dtype) -> PeakRates:
-    """Measure memory bandwidth and GEMMs, for a model in `dtype`.
+# With these rates, the seconds of a workload are the bytes that it has to read.
+ONE_BYTE_PER_SECOND = PeakRates(1.0, math.inf, "")
 
-    Bandwidth is that of large copies on a GPU, and of large reductions, which only read, on a CPU.
+
+def measure_peak_rates(device: torch.device, dtype: torch.dtype) -> PeakRates:
+    """Measure memory bandwidth and GEMMs, for a model in `dtype`."""
+    flops_per_second, matmul_dtype = find_matmul_rate(device, dtype)
+    name = str(matmul_dtype).removeprefix("torch.")
+    return PeakRates(measure_bandwidth(device), flops_per_second, name)
+
+
+def measure_bandwidth(device: torch.device) -> float:
+    """Measure the bytes/s of large copies on a GPU, and of large reductions on a CPU.
+
+    A reduction only reads, as most of a decode does.
     """
     source = torch.rand(1 << 26, device=device)  # 256 MiB, more than a cache holds
     if device.type == "cuda":
@@ -45,9 +63,7 @@ def measure_peak_rates(device: torch.device, dtype: torch.dtype) -> PeakRates:
     else:
         num_bytes = source.nbytes
         seconds = time_best("source.max()", 0.3, source=source)
-    flops_per_second, matmul_dtype = find_matmul_rate(device, dtype)
-    name = str(matmul_dtype).removeprefix("torch.")
-    return PeakRates(num_bytes / seconds, flops_per_second, name)
+    return num_bytes / seconds
 
 
 def find_matmul_rate(device: torch.device, dtype: torch.dtype) -> tuple[float, torch.dtype]:
@@ -195,11 +211,16 @@ def _count_pair_flops(shape: AttentionShape) -> int:
 
 
 def compute_roofline_seconds(
-    spec: ModelSpec, requests: list[Request], shared_prefix: int, peak: PeakRates
+    spec: ModelSpec,
+    requests: list[Request],
+    shared_prefix: int,
+    cached_prefix: int,
+    peak: PeakRates,
 ) -> float:
     """Compute the minimum seconds for `requests`: one prefill, then the fewest decode steps.
 
         prefill        2 * matrices * tokens + 2 * head * prompts + attention, in FLOPs
+                       matrices + head, in elements to read
         decode step i  of the requests with more than i output tokens, whose contexts have i tokens
                        more than their prompts:
                        2 * (matrices + head) * sequences + attention, in FLOPs
@@ -207,23 +228,25 @@ def compute_roofline_seconds(
                        read, of which quantized weights take fewer bytes
                        2 * bytes of recurrent states * sequences, to read and to write
 
-    A prefill is bound by FLOPs, a decode step by FLOPs or by bandwidth, whichever takes longer. A
-    shared prefix counts once. The FLOPs of a recurrent state are few and are not counted.
+    A step is bound by FLOPs or by bandwidth, whichever takes longer. A shared prefix counts once.
+    What is cached of it before the requests arrive does not count. The FLOPs of a recurrent state
+    are few and are not counted.
     """
     sizes = find_sizes(spec)
     num_repeats = len(requests) - 1
     lengths = [len(request.prompt) for request in requests]
-    num_tokens = sum(lengths) - shared_prefix * num_repeats
+    num_tokens = sum(lengths) - shared_prefix * num_repeats - cached_prefix
     flops: float = 2 * sizes.matrices * num_tokens + 2 * sizes.head * len(requests)
     flops += sum(count_prefill(sizes, length) for length in lengths)
-    flops -= count_prefill(sizes, shared_prefix) * num_repeats
-    seconds = flops / peak.flops_per_second
+    flops -= count_prefill(sizes, shared_prefix) * num_repeats + count_prefill(sizes, cached_prefix)
     num_weights = sizes.matrices + sizes.head
     # Weights whose codes are read as floats are quantized by the option, as in models/weights.py.
     quantization = spec.quantization
     stored = None if quantization.format is None else quantization.format.scheme
     bytes_per_weight = _count_bytes(1, stored or quantization.linear, spec.dtype)
     head_bytes = _count_bytes(sizes.head, quantization.head, spec.dtype)
+    num_bytes = head_bytes + bytes_per_weight * count_read_matrices(sizes, num_tokens)
+    seconds = max(flops / peak.flops_per_second, num_bytes / peak.bytes_per_second)
     for step in range(1, max(request.num_tokens for request in requests)):
         running = [request for request in requests if request.num_tokens > step]
         context_lens = [len(request.prompt) + step for request in running]

@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from transformers import PretrainedConfig
 
 from nanovllm.benchmark.shapes import SHAPES
+from nanovllm.benchmark.workloads import DEPTH, Workload
 from nanovllm.checkpoints.checkpoint import choose_dtype, find_checkpoint, read_config
 from nanovllm.config import Config
 from nanovllm.engine.scheduler import POLICIES
@@ -24,13 +26,12 @@ TOKEN_BUDGETS = (128, Config.max_num_batched_tokens)
 
 @dataclass(frozen=True)
 class Setting:
-    """What the engines are made from."""
+    """What an engine is made from."""
 
     model: str  # a checkpoint directory
     hf_config: PretrainedConfig
     spec: ModelSpec
     options: dict[str, Any]  # options of nanovllm's LLM
-    policies: dict[str, dict[str, Any]]  # more options for each policy, with --request-rate
     temperature: float
     batch_size: int  # for transformers
 
@@ -39,45 +40,61 @@ class Setting:
         return torch.device(self.options["device"])
 
 
-def make_setting(args: argparse.Namespace, scratch: str) -> Setting:
-    """Find the checkpoint, or write the config of a built-in shape to `scratch`.
+def make_settings(args: argparse.Namespace, workload: Workload, scratch: str) -> dict[str, Setting]:
+    """Return the setting of each engine, by its name in the table.
 
     Raises ValueError, TypeError or OSError for invalid arguments.
     """
-    check_arguments(args)
-    longest_prompt = args.shared_prefix + args.input_len[1]
-    longest = longest_prompt + args.output_len[1]
-    policies = list_policies(args.token_budget or TOKEN_BUDGETS) if args.request_rate else {}
+    check_arguments(args, workload)
+    variants = workload.variants
+    if args.request_rate:
+        variants = list_policies(args.token_budget or TOKEN_BUDGETS)
+    parts = list(product(args.models, variants.items(), dict.fromkeys(args.engine)))
+    # The engines divide the GPU's memory equally.
+    shared = {"gpu_memory_utilization": 0.9 / len(parts)}
+    settings: dict[str, Setting] = {}
+    for model, (variant, options), engine in parts:
+        name = variant or (model if len(workload.models) > 1 else engine)
+        settings[name] = make_setting(args, model, shared | options, scratch)
+    return settings
+
+
+def make_setting(
+    args: argparse.Namespace, model: str, chosen: dict[str, Any], scratch: str
+) -> Setting:
+    """Find the checkpoint, or write the config of a built-in shape to a folder of `scratch`."""
+    cases = args.cases
+    longest_prompt = max(case.shared_prefix + case.input_len[1] for case in cases)
+    longest = max(case.shared_prefix + case.input_len[1] + case.output_len[1] for case in cases)
+    num_seqs = max(case.num_seqs for case in cases)
+    if args.workload:
+        chosen = {"max_num_seqs": num_seqs, **chosen}  # bounds the KV cache
     options = {
         "dtype": args.dtype,
         "quantization": args.quantization,
         "device": "cuda" if torch.cuda.is_available() else "cpu",
-        "seed": args.seed,
-        "load_format": "dummy" if args.model in SHAPES else "auto",
+        "seed": cases[0].seed,
+        "load_format": "dummy" if model in SHAPES else "auto",
         "max_model_len": longest,
-        "gpu_memory_utilization": 0.9 / len(policies or set(args.engine)),
+        **chosen,
         **{name: value for name, value in args.set if value != "auto"},
     }
-    for policy in policies.values() or [{}]:
-        check_lengths(
-            Config.from_options(args.model, **{**options, **policy}), longest_prompt, longest
-        )
-    model = scratch
-    if args.model in SHAPES:
-        SHAPES[args.model].save_pretrained(scratch)
+    check_lengths(Config.from_options(model, **options), longest_prompt, longest)
+    directory = Path(scratch, model)
+    if model in SHAPES:
+        SHAPES[model].save_pretrained(directory)
     else:
-        model = str(find_checkpoint(args.model))
-    hf_config = read_config(Path(model))
-    dtype = choose_dtype(Config.from_options(model, **options), hf_config, Path(model))
+        directory = find_checkpoint(model)
+    hf_config = read_config(directory)
+    dtype = choose_dtype(Config.from_options(str(directory), **options), hf_config, directory)
     options["dtype"] = str(dtype).removeprefix("torch.")  # other engines would choose otherwise
     return Setting(
-        model=model,
+        model=str(directory),
         hf_config=hf_config,
         spec=read_spec(hf_config, dtype, 1, options["quantization"], options["max_model_len"]),
         options=options,
-        policies=policies,
-        temperature=args.temperature,
-        batch_size=args.batch_size or args.num_seqs,
+        temperature=cases[0].temperature,
+        batch_size=args.batch_size or num_seqs,
     )
 
 
@@ -94,25 +111,33 @@ def list_policies(token_budgets: Iterable[int]) -> dict[str, dict[str, Any]]:
     return policies
 
 
-def check_arguments(args: argparse.Namespace) -> None:
+def check_arguments(args: argparse.Namespace, workload: Workload) -> None:
     """Raise ValueError for arguments that contradict each other."""
-    SamplingParams(temperature=args.temperature)  # raises an error for an invalid value
-    for name, (low, high) in (("--input-len", args.input_len), ("--output-len", args.output_len)):
-        if low > high:
-            raise ValueError(f"{name} {low} {high}: LO exceeds HI")
+    for case in args.cases:
+        SamplingParams(temperature=case.temperature)  # raises an error for an invalid value
+        for name in ("input_len", "output_len"):
+            low, high = getattr(case, name)
+            if low > high:
+                raise ValueError(f"--{name.replace('_', '-')} {low} {high}: LO exceeds HI")
     if args.batch_size and "transformers" not in args.engine:
         raise ValueError("--batch-size needs --engine transformers")
     if "vllm" in args.engine and find_spec("vllm") is None:
         raise ValueError("--engine vllm: the package vllm is missing, install it")
-    if not args.request_rate:
-        if args.token_budget or args.output:
-            raise ValueError("--token-budget and --output need --request-rate")
-        return
-    if args.engine != ["nanovllm"]:
-        raise ValueError("--request-rate compares policies of nanovllm: leave out --engine")
-    for name in ("policy", "enable_chunked_prefill"):
-        if name in dict(args.set):
-            raise ValueError(f"--request-rate sets {name}: leave it out of --set")
+    if args.token_budget and not args.request_rate:
+        raise ValueError("--token-budget needs --request-rate")
+    if args.output and not args.request_rate and args.workload != DEPTH:
+        raise ValueError(f"--output needs --request-rate or --workload {DEPTH}")
+    if args.output and find_spec("matplotlib") is None:
+        raise ValueError("--output needs matplotlib: pip install 'nanovllm[plot]'")
+    cause = f"--workload {args.workload}"
+    chosen = {name for options in workload.variants.values() for name in options}
+    if args.request_rate:
+        cause = "--request-rate"
+        chosen = {"policy", "enable_chunked_prefill"}
+    if args.engine != ["nanovllm"] and (chosen or len(workload.models) > 1):
+        raise ValueError(f"{cause} measures only nanovllm: leave out --engine")
+    for name in chosen & dict(args.set).keys():
+        raise ValueError(f"{cause} sets {name}: leave it out of --set")
 
 
 def check_lengths(config: Config, longest_prompt: int, longest: int) -> None:

@@ -1,4 +1,4 @@
-"""Built-in model shapes, run with random weights, and the default workloads."""
+"""Built-in model shapes, run with random weights."""
 
 from functools import partial
 from typing import Any
@@ -30,6 +30,13 @@ _gemma3 = partial(
     query_pre_attn_scalar=256,
     max_position_embeddings=32768,
 )
+_MOE_ATTENTION: dict[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 1024,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+}
 # By default, every fourth layer has attention, and the others a recurrent state.
 _QWEN3_5: dict[str, Any] = {
     "dtype": "bfloat16",
@@ -93,16 +100,14 @@ SHAPES: dict[str, PretrainedConfig] = {
     "qwen3-moe": Qwen3MoeConfig(
         architectures=["Qwen3MoeForCausalLM"],
         **_COMMON,
-        vocab_size=32000,
-        hidden_size=1024,
-        num_hidden_layers=12,
-        num_attention_heads=16,
-        num_key_value_heads=4,
+        **_MOE_ATTENTION,
         moe_intermediate_size=384,
         num_experts=64,
         num_experts_per_tok=8,
         norm_topk_prob=True,
     ),
+    # The dense model of the active size: as wide as the eight experts of a token.
+    "qwen3-0.2b": _qwen3(**_MOE_ATTENTION, head_dim=64, intermediate_size=8 * 384),
     "gemma-3-270m": _gemma3(hidden_size=640, intermediate_size=2048, num_hidden_layers=18),
     "gemma-3-1b": _gemma3(hidden_size=1152, intermediate_size=6912, num_hidden_layers=26),
     "qwen3.5-0.8b": Qwen3_5TextConfig(
@@ -128,16 +133,4 @@ SHAPES: dict[str, PretrainedConfig] = {
         moe_intermediate_size=512,
         shared_expert_intermediate_size=512,
     ),
-}
-ON_GPU: dict[str, Any] = {  # nano-vLLM's workload
-    "model": "qwen3-0.6b",
-    "num_seqs": 256,
-    "input_len": [100, 1024],
-    "output_len": [100, 1024],
-}
-ON_CPU: dict[str, Any] = {
-    "model": "small",
-    "num_seqs": 32,
-    "input_len": [32, 256],
-    "output_len": [32, 256],
 }

@@ -5,6 +5,7 @@ Peak rates take a second to measure. They are measured for real only where a pro
 
 import json
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from types import SimpleNamespace
 
@@ -18,10 +19,16 @@ from bench import main
 from nanovllm import DEMO_MODEL
 from nanovllm.benchmark import roofline
 from nanovllm.benchmark.arguments import make_parser
-from nanovllm.benchmark.engines import NanoVLLM, Request
-from nanovllm.benchmark.roofline import PeakRates, find_roofline_fraction, measure_peak_rates
-from nanovllm.benchmark.setting import make_setting
+from nanovllm.benchmark.engines import NanoVLLM
+from nanovllm.benchmark.roofline import (
+    PeakRates,
+    find_roofline_fraction,
+    measure_bandwidth,
+    measure_peak_rates,
+)
+from nanovllm.benchmark.setting import make_settings
 from nanovllm.benchmark.shapes import SHAPES
+from nanovllm.benchmark.workloads import Request, choose_workload
 from nanovllm.checkpoints.formats import FP8, GPTQ
 from nanovllm.checkpoints.quantization import INT4, INT8, Quantization
 from nanovllm.kernels import bench as kernels_bench
@@ -50,6 +57,7 @@ BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
 def fixed_peak_rates(monkeypatch):
     peak = PeakRates(1e12, 1e12, "float32")
     monkeypatch.setattr(roofline, "measure_peak_rates", lambda *_: peak)
+    monkeypatch.setattr(roofline, "measure_bandwidth", lambda _: peak.bytes_per_second)
 
 
 # --- Throughput
@@ -74,7 +82,9 @@ def test_engines_are_compared_on_the_same_work(capsys):
     ratio = medians["transformers"] / medians["nanovllm"]
     assert report["ratios"] == {"nanovllm/transformers": ratio}
     for name, share in report["share_of_roofline"].items():
-        assert share == report["roofline"]["seconds"] / medians[name]
+        assert share == report["roofline"]["seconds"][name] / medians[name]
+    for stats in report["stats_of_last_run"].values():
+        assert 50 < stats["peak_anonymous_mb"] < 10_000
     assert report["stats_of_last_run"]["nanovllm"]["num_cached_tokens"] == 4 * 32
     assert report["transformers"].endswith("batches of 5")
     assert report["hardware"]
@@ -104,8 +114,8 @@ def test_engines_are_compared_on_the_same_work(capsys):
         (["--request-rate", "1", "--engine", "transformers"], "--engine"),
         (["--request-rate", "1", "--set", "enable_chunked_prefill=False"], "leave it out"),
         (["--request-rate", "1", "--set", "max_num_batched_tokens=8"], "longest prompt"),
-        (["--token-budget", "64"], "need --request-rate"),
-        (["-o", "latency.svg"], "need --request-rate"),
+        (["--token-budget", "64"], "needs --request-rate"),
+        (["-o", "latency.svg"], "needs --request-rate"),
     ],
 )
 def test_invalid_options_are_named(arguments, complaint, capsys):
@@ -149,7 +159,7 @@ SLOW_MEMORY = PeakRates(1e3, 1e6, "bfloat16")
     [
         (0, BFLOAT16, SLOW_PROCESSOR, 22.016 + 8.0 + 4.192),
         (2, BFLOAT16, SLOW_PROCESSOR, 14.912 + 8.0 + 4.192),
-        (2, FLOAT32, SLOW_MEMORY, 0.014912 + 7.808 + 7.808),
+        (2, FLOAT32, SLOW_MEMORY, 7.232 + 7.808 + 7.808),
     ],
 )
 def test_roofline_counts_necessary_flops_and_bytes(shared_prefix, dtype, peak, seconds):
@@ -162,10 +172,11 @@ def test_roofline_counts_necessary_flops_and_bytes(shared_prefix, dtype, peak, s
     Decodes with contexts of 5 and 3: 2 * 1808 * 2 + 96 * 8 FLOPs, 1808 + 24 * 8 numbers.
     Decode with a context of 6: 2 * 1808 + 96 * 6 FLOPs, 1808 + 24 * 6 numbers.
     If 2 tokens are shared, 4 are computed with 8 pairs, and the first decodes read 6, not 8.
+    The prefill reads 1808 numbers.
     """
     spec = read_spec(QWEN3, dtype, 1)
     requests = [Request([1, 2, 3, 4], 3), Request([1, 2], 2)]
-    least = roofline.compute_roofline_seconds(spec, requests, shared_prefix, peak)
+    least = roofline.compute_roofline_seconds(spec, requests, shared_prefix, 0, peak)
     assert least == pytest.approx(seconds)
 
 
@@ -174,8 +185,8 @@ def test_roofline_counts_necessary_flops_and_bytes(shared_prefix, dtype, peak, s
     [
         (0, SLOW_PROCESSOR, 22.0 + 7.936 + 4.096),
         (2, SLOW_PROCESSOR, 14.896 + 7.936 + 4.096),
-        (0, SLOW_MEMORY, 0.022 + 3.968 + 3.856),
-        (2, SLOW_MEMORY, 0.014896 + 3.904 + 3.856),
+        (0, SLOW_MEMORY, 3.616 + 3.968 + 3.856),
+        (2, SLOW_MEMORY, 3.616 + 3.904 + 3.856),
     ],
 )
 def test_roofline_counts_only_the_window_of_a_layer(shared_prefix, peak, seconds):
@@ -187,8 +198,20 @@ def test_roofline_counts_only_the_window_of_a_layer(shared_prefix, peak, seconds
     """
     spec = replace(read_spec(QWEN3, BFLOAT16, 1), windows=(None, 3, None))
     requests = [Request([1, 2, 3, 4], 3), Request([1, 2], 2)]
-    least = roofline.compute_roofline_seconds(spec, requests, shared_prefix, peak)
+    least = roofline.compute_roofline_seconds(spec, requests, shared_prefix, 0, peak)
     assert least == pytest.approx(seconds)
+
+
+def test_roofline_does_not_compute_a_cached_prefix():
+    """As above, but the 2 shared tokens are cached, with 2 of the 8 pairs.
+
+    Prefill: 2 * 1728 * 2 + 2 * 80 * 2 + 96 * (8 - 2) = 7,808 FLOPs, and 3,616 bytes.
+    """
+    spec = read_spec(QWEN3, BFLOAT16, 1)
+    requests = [Request([1, 2, 3, 4], 3), Request([1, 2], 2)]
+    count = partial(roofline.compute_roofline_seconds, spec, requests, 2, 2)
+    assert count(SLOW_PROCESSOR) == pytest.approx(7.808 + 8.0 + 4.192)
+    assert count(roofline.ONE_BYTE_PER_SECOND) == 3616 + 2 * (1808 + 24 * 6) + 2 * (1808 + 24 * 6)
 
 
 def test_roofline_counts_recurrent_states():
@@ -199,6 +222,7 @@ def test_roofline_counts_recurrent_states():
     3 layers * 3 * 8 * 16 = 1152; head: 80.
     K/V of a token: 2 * 4 = 8 numbers. State: 2 layers * (2 * 12 + (4 - 1) * (2 * 4 + 12)) = 168.
     Prefill: 2 * (2176 * 6 + 80 * 2) + 2 * 2 * 2 heads * 4 * (16 + 4) / 2 = 26,752 FLOPs.
+    Its weights: 2 bytes * 2256 = 4512, which take longer here.
     Decode: 2 bytes * (2256 + 8 * 8) + 2 * 168 * 2 sequences * 4 bytes = 7328.
     """
     config = Qwen3_5TextConfig(
@@ -218,8 +242,8 @@ def test_roofline_counts_recurrent_states():
     )
     requests = [Request([1, 2, 3, 4], 2), Request([1, 2], 2)]
     spec = read_spec(config, BFLOAT16, 1)
-    least = roofline.compute_roofline_seconds(spec, requests, 0, SLOW_MEMORY)
-    assert least == pytest.approx(0.026752 + 7.328)
+    least = roofline.compute_roofline_seconds(spec, requests, 0, 0, SLOW_MEMORY)
+    assert least == pytest.approx(4.512 + 7.328)
 
 
 @pytest.mark.parametrize("name, millions", [("gemma-3-270m", 268), ("gemma-3-1b", 1000)])
@@ -264,7 +288,7 @@ def test_roofline_counts_what_the_option_quantizes():
 
     def count(quantization):
         quantized = replace(spec, quantization=quantization)
-        return roofline.compute_roofline_seconds(quantized, requests, 0, SLOW_MEMORY)
+        return roofline.compute_roofline_seconds(quantized, requests, 0, 0, SLOW_MEMORY)
 
     of_option = Quantization(INT4, INT8)
     assert count(replace(of_option, format=FP8())) == count(of_option) < count(Quantization())
@@ -278,8 +302,9 @@ def test_the_dtype_is_the_stored_one_if_the_config_has_none(tmp_path):
     config = json.loads(path.read_text())
     path.write_text(json.dumps({**config, "dtype": None, "torch_dtype": None}))
     args = make_parser().parse_args([*SIZES, "--model", str(tmp_path)])
-    args.set = []
-    assert make_setting(args, str(tmp_path / "unused")).options["dtype"] == "bfloat16"
+    workload = choose_workload(args)
+    (setting,) = make_settings(args, workload, str(tmp_path / "unused")).values()
+    assert setting.options["dtype"] == "bfloat16"
 
 
 def test_fraction_of_the_roofline_is_at_most_one():
@@ -319,6 +344,7 @@ def test_peak_flops_are_those_of_the_fastest_dtype(dtype, rates, fastest, monkey
 
 
 def test_peak_rates_name_their_dtype(monkeypatch):
+    monkeypatch.setattr(roofline, "measure_bandwidth", measure_bandwidth)
     monkeypatch.setattr(roofline, "time_best", lambda *_, source: source.nbytes / 5e9)
     monkeypatch.setattr(roofline, "find_matmul_rate", lambda *_: (7e10, FLOAT32))
     peak = measure_peak_rates(CPU, BFLOAT16)

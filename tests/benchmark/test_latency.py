@@ -9,7 +9,7 @@ import pytest
 from bench import main
 from nanovllm import DEMO_MODEL
 from nanovllm.benchmark import latency
-from nanovllm.benchmark.engines import Request
+from nanovllm.benchmark.workloads import Request
 
 
 def test_arrivals_are_one_poisson_pattern_for_all_rates():

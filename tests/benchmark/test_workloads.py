@@ -1,0 +1,231 @@
+"""The workloads of bench.py are those of other projects, and report what these publish.
+
+They run with small models, and with a sixteenth of their tokens.
+"""
+
+import json
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+
+import pytest
+import torch
+from conftest import make_checkpoint
+from project_helpers import reject
+from transformers import Gemma3TextConfig
+
+from bench import main
+from nanovllm import DEMO_MODEL
+from nanovllm.benchmark import roofline
+from nanovllm.benchmark.arguments import make_parser
+from nanovllm.benchmark.memory import PeakMemory
+from nanovllm.benchmark.roofline import PeakRates
+from nanovllm.benchmark.setting import make_settings
+from nanovllm.benchmark.shapes import SHAPES
+from nanovllm.benchmark.workloads import WORKLOADS, choose_workload, make_requests
+from nanovllm.models.architectures import read_spec
+
+TINY = ["--model", DEMO_MODEL, "--set", "device=cpu"]
+SCALE = 16
+
+
+@pytest.fixture(autouse=True)
+def fixed_peak_rates(monkeypatch):
+    peak = PeakRates(1e12, 1e12, "float32")
+    monkeypatch.setattr(roofline, "measure_peak_rates", lambda *_: peak)
+    monkeypatch.setattr(roofline, "measure_bandwidth", lambda _: peak.bytes_per_second)
+
+
+def shrink(bounds):
+    return tuple(max(1, bound // SCALE) for bound in bounds)
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Run a workload with a sixteenth of its tokens. Return the line of JSON and the text."""
+    for name, workload in WORKLOADS.items():
+        cases = tuple(
+            case._replace(
+                input_len=shrink(case.input_len),
+                output_len=shrink(case.output_len),
+                num_seqs=min(case.num_seqs, 16),
+                shared_prefix=case.shared_prefix // SCALE,
+            )
+            for case in workload.cases
+        )
+        monkeypatch.setitem(WORKLOADS, name, workload._replace(cases=cases))
+
+    def run(name, *arguments):
+        main(["--workload", name, "--json", *arguments])
+        output, log = capsys.readouterr()
+        return json.loads(output), log
+
+    return run
+
+
+def test_lengths_of_nano_vllm_are_those_of_its_readme():
+    """It reports 133,966 output tokens, and in a later version 142,827 prompt tokens."""
+    args = make_parser().parse_args(["--workload", "nano-vllm"])
+    choose_workload(args)
+    (case,) = args.cases
+    requests = make_requests(case, 151936, 0)
+    assert len(requests) == 256
+    assert sum(request.num_tokens for request in requests) == 133_966
+    assert sum(len(request.prompt) for request in requests) == 142_827
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_every_workload_runs(name, run):
+    report, log = run(name, *TINY)
+    tests = report.get("tests", {"": report})
+    assert list(tests) == [case.title for case in WORKLOADS[name].cases]
+    for test in tests.values():
+        for engine, seconds in test["seconds"].items():
+            assert len(seconds) == WORKLOADS[name].repeat
+            assert test["stats_of_last_run"][engine]["peak_anonymous_mb"] > 50
+    assert WORKLOADS[name].reading in log
+    assert "peak_anonymous_mb" in log
+
+
+def test_llama_bench_counts_tokens_as_llama_bench_does(run):
+    """pp512 has the tokens of the prompt, and tg128 one token for each pass of the model."""
+    report, _ = run("llama-bench", *TINY, "--repeat", "2")
+    prefill, decode = report["tests"].values()
+    (seconds,) = prefill["median_seconds"].values()
+    assert list(prefill["prompt_tokens_per_second"].values()) == [512 / SCALE / seconds]
+    (seconds,) = decode["median_seconds"].values()
+    assert list(decode["output_tokens_per_second"].values()) == [128 / SCALE / seconds]
+    assert decode["prompt_tokens"] == 1
+
+
+def test_context_of_llama_bench_is_computed_before(run, tmp_path):
+    path = tmp_path / "decode.svg"
+    plot = ["-o", str(path)] if find_spec("matplotlib") else []
+    report, _ = run("llama-bench-depth", *TINY, *plot)
+    for depth, test in zip((64, 512, 2000), report["tests"].values(), strict=True):
+        assert test["prompt_tokens"] == 1
+        (stats,) = test["stats_of_last_run"].values()
+        assert depth - 16 <= stats["num_cached_tokens"] <= depth
+    if plot:
+        assert "<svg" in path.read_text()
+
+
+def test_models_are_compared_with_their_own_rooflines(run, monkeypatch, tmp_path):
+    """A layer with full attention reads the whole context, and one with a window does not."""
+    windows = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 16}
+    for name, changes in (("full", {"layer_types": ["full_attention"] * 2}), ("windows", windows)):
+        make_checkpoint(
+            tmp_path / name, family=Gemma3TextConfig, max_position_embeddings=2048, **changes
+        )
+    models = (str(tmp_path / "full"), str(tmp_path / "windows"))
+    workload = WORKLOADS["llama-bench-depth"]._replace(models=models)
+    monkeypatch.setitem(WORKLOADS, "llama-bench-depth", workload)
+    report, _ = run("llama-bench-depth", "--set", "device=cpu")
+    least = [test["roofline"]["seconds"] for test in report["tests"].values()]
+    assert all(set(seconds) == set(models) for seconds in least)
+    assert least[2][models[0]] > 2 * least[0][models[0]]
+    assert least[2][models[1]] == least[0][models[1]]
+    for stats in report["tests"]["tg128 @ d8192"]["stats_of_last_run"].values():
+        assert stats["num_cached_tokens"] >= 512 - 16
+
+
+def test_a_turn_computes_only_its_message_with_the_prefix_cache(run):
+    report, _ = run("multi-turn", *TINY)
+    cached = [
+        [stats["num_cached_tokens"] for stats in test["stats_of_last_run"].values()]
+        for test in report["tests"].values()
+    ]
+    for turn, (with_cache, without_cache) in enumerate(cached):
+        assert 24 * turn - 16 < with_cache <= 24 * turn
+        assert without_cache == 0
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_workloads_fit_their_models(name, tmp_path):
+    args = make_parser().parse_args(["--workload", name, "--set", "device=cpu"])
+    workload = choose_workload(args)
+    for setting in make_settings(args, workload, str(tmp_path)).values():
+        limit = setting.hf_config.max_position_embeddings
+        assert setting.options["max_model_len"] <= limit
+
+
+def test_the_mixture_uses_as_many_weights_as_the_dense_model():
+    mixture, dense = (
+        roofline.find_sizes(read_spec(SHAPES[name], torch.bfloat16, 1))
+        for name in WORKLOADS["moe"].models
+    )
+    router = 12 * 1024 * 64
+    assert mixture.matrices - router == dense.matrices
+    assert mixture.head == dense.head
+    assert mixture.attention == dense.attention
+
+
+@pytest.mark.parametrize(
+    "arguments, complaints",
+    [
+        (
+            ["--workload", "llama-bench", "--num-seqs", "3"],
+            ["--workload llama-bench", "--num-seqs"],
+        ),
+        (["--workload", "nano-vllm", "--seed", "0"], ["--workload nano-vllm", "--seed"]),
+        (["--workload", "quick", "--input-len", "1", "2"], ["--workload quick", "--input-len"]),
+        (["--workload", "moe", "--request-rate", "2"], ["--workload moe", "--request-rate"]),
+        (["--workload", "moe", "--engine", "transformers"], ["--workload moe", "--engine"]),
+        (["--workload", "moe", "--token-budget", "8"], ["--token-budget", "--request-rate"]),
+        (["--workload", "llama-bench", "-o", "a.svg"], ["--output", "llama-bench-depth"]),
+        (
+            ["--workload", "multi-turn", "--set", "enable_prefix_caching=False"],
+            ["--workload multi-turn", "enable_prefix_caching"],
+        ),
+    ],
+)
+def test_options_that_a_workload_fixes_are_rejected(arguments, complaints, capsys):
+    message = reject(capsys, main, [*arguments, *TINY])
+    for complaint in complaints:
+        assert complaint in message
+
+
+# --- What every run reports
+
+
+def test_peak_memory_is_that_of_a_run_and_of_children():
+    code = "block = bytearray(b'1' * 100_000_000); print(flush=True); input()"
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe) as child:
+        child.stdout.readline()
+        with PeakMemory() as before:
+            pass
+        with PeakMemory() as during:
+            block = torch.ones(50_000_000)
+            time.sleep(0.3)
+            del block
+        with PeakMemory() as after:
+            pass
+        child.stdin.close()
+    with PeakMemory() as alone:
+        pass
+    peaks = [memory.figures["peak_anonymous_mb"] for memory in (before, during, after, alone)]
+    assert 195 < peaks[1] - peaks[0] < 230
+    assert abs(peaks[2] - peaks[0]) < 30
+    assert peaks[2] - peaks[3] > 95
+
+
+def test_pages_of_files_do_not_count(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(bytes(100_000_000))
+    with PeakMemory() as before:
+        pass
+    with PeakMemory() as during:
+        mapped = torch.from_file(str(path), size=100_000_000, dtype=torch.uint8)
+        assert mapped.max() == 0
+    assert during.figures["peak_anonymous_mb"] < before.figures["peak_anonymous_mb"] + 30
+
+
+@pytest.mark.parametrize("after, is_reported", [(1.05e12, False), (0.8e12, True), (1.2e12, True)])
+def test_a_change_of_the_bandwidth_is_reported(after, is_reported, run, monkeypatch):
+    monkeypatch.setattr(roofline, "measure_bandwidth", lambda _: after)
+    report, log = run("llama-bench", *TINY, "--repeat", "1")
+    assert report["bytes_per_second_after_runs"] == after
+    message = f"1000 GB/s before the runs and {after / 1e9:.4g} GB/s after"
+    assert (message in log) == is_reported
