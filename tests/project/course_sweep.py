@@ -3,7 +3,7 @@
     python tests/project/course_sweep.py 3
 
 With the reference all tests must pass. Each run is a fork of this process, so that no run leaves
-anything to another one, and torch and the tests are imported once. Prints the functions whose
+anything to another one, and torch and the tests are imported once. It prints the functions whose
 absence no test notices.
 """
 
@@ -16,6 +16,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # CUDA does not survive a fork
 
 from evenings import EVENINGS
 
