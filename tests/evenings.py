@@ -25,7 +25,7 @@ EVENINGS = (
         title="Why blocks",
         page="nanovllm/course/1_blocks.md",
         scene="step 0: which blocks A takes, and the slot of each of its 22 tokens",
-        reading=("nanovllm/batch.py",),
+        reading=("nanovllm/batch.py", "nanovllm.engine.block_manager:Block"),
         functions=(
             "nanovllm.engine.block_manager:BlockManager.take",
             "nanovllm.engine.block_manager:BlockManager.grow",
@@ -101,7 +101,7 @@ EVENINGS = (
         title="One batch through the model",
         page="nanovllm/course/4_batch.md",
         scene="step 3: positions, slots and logits of the batch, and how c's token enters step 5",
-        reading=("nanovllm/models/decoder.py",),
+        reading=("nanovllm.batch:Batch", "nanovllm/models/decoder.py"),
         functions=(
             "nanovllm.engine.model_runner:flatten",
             "nanovllm.engine.model_runner:flatten_decodes",
@@ -130,7 +130,7 @@ EVENINGS = (
         title="Sampling",
         page="nanovllm/course/5_sampling.md",
         scene="step 4: how many tokens are sampled, and from which rows of logits",
-        reading=("nanovllm/sampling_params.py",),
+        reading=("nanovllm/sampling_params.py", "nanovllm.batch:Filters"),
         functions=(
             "nanovllm.layers.noise:make_noise_keys",
             "nanovllm.layers.noise:gumbel_noise",
@@ -158,7 +158,10 @@ EVENINGS = (
         title="Drafts and states",
         page="nanovllm/course/6_drafts_and_states.md",
         scene="step 9: which tokens a draft could add, and which blocks a rejection releases",
-        reading=("nanovllm/features/speculation/drafts.py",),
+        reading=(
+            "nanovllm/features/speculation/drafts.py",
+            "nanovllm.features.recurrent_states:Slots",
+        ),
         functions=(
             "nanovllm.features.speculation.drafts:count_matches",
             "nanovllm.features.speculation.drafts:PromptLookup.propose",
@@ -187,7 +190,11 @@ EVENINGS = (
         title="Many ranks and small weights",
         page="nanovllm/course/7_ranks_and_weights.md",
         scene="step 0: which part of it each of two ranks computes, and where they wait",
-        reading=("nanovllm/layers/linear.py",),
+        reading=(
+            "nanovllm/layers/linear.py",
+            "nanovllm.layers.quantized:Scheme",
+            "nanovllm.worker.cache_plan:CacheUnits",
+        ),
         functions=(
             "nanovllm.layers.tensor_parallel:TensorParallel.divide",
             "nanovllm.layers.tensor_parallel:TensorParallel.all_reduce",
