@@ -125,6 +125,16 @@ def test_a_pool_can_be_used_up():
     assert seq.block_table == [0, 1, 2]
 
 
+def test_blocks_are_in_use_or_reusable_or_empty():
+    manager = BlockManager(5, BLOCK_SIZE)
+    first = serve(manager, 1, 1, 2, 2, 3)
+    assert manager.count_states() == {"used": 3, "reusable": 0, "empty": 2}
+    manager.release(first)  # two full blocks stay cached
+    assert manager.count_states() == {"used": 0, "reusable": 2, "empty": 3}
+    serve(manager, 1, 1, 4)
+    assert manager.count_states() == {"used": 2, "reusable": 1, "empty": 2}
+
+
 # --- duplicates
 
 

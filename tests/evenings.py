@@ -1,0 +1,225 @@
+"""The seven evenings of the course: what to read, what to write, and the tests that must pass.
+
+tests/course.py makes the copy in which the functions of an evening are empty. Pages, scenes and
+exercises are those of nanovllm/course/ and of the reader's guide, nanovllm/README.md.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Evening:
+    number: int
+    title: str
+    page: str  # its text
+    scene: str  # what to predict first, on the page that example.py writes
+    reading: tuple[str, ...]  # files, or functions and classes as in `functions`
+    functions: tuple[str, ...]  # module:qualified name, in the order in which to write them
+    tests: tuple[str, ...]  # arguments of pytest. At least one test fails without each function
+    exercise: int  # of the reader's guide
+
+
+EVENINGS = (
+    Evening(
+        number=1,
+        title="Why blocks",
+        page="nanovllm/course/1_blocks.md",
+        scene="step 0: which blocks A takes, and the slot of each of its 22 tokens",
+        reading=("nanovllm/batch.py", "nanovllm.engine.block_manager:Block"),
+        functions=(
+            "nanovllm.engine.block_manager:BlockManager.take",
+            "nanovllm.engine.block_manager:BlockManager.grow",
+            "nanovllm.engine.block_manager:BlockManager.truncate",
+            "nanovllm.engine.block_manager:BlockManager.count_states",
+            "nanovllm.batch:make_batch",
+            "nanovllm.layers.attention:make_cache",
+            "nanovllm.layers.attention:store_kvcache",
+            "nanovllm.layers.attention:find_first_visible",
+            "nanovllm.layers.attention:attend",
+        ),
+        tests=(
+            "tests/engine/test_block_manager.py",
+            "tests/kernels/test_attention.py::test_torch_backend_matches_softmax",
+            "tests/kernels/test_attention.py::test_torch_backend_holds_one_tile_of_the_mask",
+            "tests/kernels/test_attention.py::test_store_kvcache_writes_its_slots_and_no_others",
+            "tests/kernels/test_attention.py::test_only_a_backend_knows_the_layout_of_its_cache",
+        ),
+        exercise=6,
+    ),
+    Evening(
+        number=2,
+        title="Two queues",
+        page="nanovllm/course/2_queues.md",
+        scene="steps 3 and 11: who runs, with how many tokens, and who is preempted",
+        reading=("nanovllm/engine/sequence.py", "nanovllm/engine/extension.py"),
+        functions=(
+            "nanovllm.engine.sequence:Sequence.check_end",
+            "nanovllm.engine.scheduler:Scheduler.reset",
+            "nanovllm.engine.scheduler:Scheduler.schedule",
+            "nanovllm.engine.scheduler:Scheduler.plan",
+            "nanovllm.engine.scheduler:Scheduler._schedule_running",
+            "nanovllm.engine.scheduler:Scheduler._grow",
+            "nanovllm.engine.scheduler:Scheduler._schedule_waiting",
+            "nanovllm.engine.scheduler:Scheduler._admit",
+            "nanovllm.engine.scheduler:Scheduler._schedule_tokens",
+            "nanovllm.engine.scheduler:Scheduler.preempt",
+            "nanovllm.engine.scheduler:Scheduler.postprocess",
+            "nanovllm.engine.scheduler:Scheduler.finish",
+            "nanovllm.engine.scheduler:Scheduler._release",
+            "nanovllm.engine.scheduler:PrefillFirstScheduler.plan",
+        ),
+        tests=("tests/engine/test_scheduler.py",),
+        exercise=2,
+    ),
+    Evening(
+        number=3,
+        title="Prefix caching",
+        page="nanovllm/course/3_prefix_cache.md",
+        scene="steps 3 and 14: which blocks B and the readmitted D share, and which is a duplicate",
+        reading=("nanovllm/engine/block_manager.py",),
+        functions=(
+            "nanovllm.engine.block_manager:BlockManager.compute_hash",
+            "nanovllm.engine.block_manager:BlockManager._tokens",
+            "nanovllm.engine.block_manager:BlockManager._hash",
+            "nanovllm.engine.block_manager:BlockManager.cache_block",
+            "nanovllm.engine.block_manager:BlockManager.cache_full_blocks",
+            "nanovllm.engine.block_manager:BlockManager.uncache",
+            "nanovllm.engine.block_manager:BlockManager.find_block",
+            "nanovllm.engine.block_manager:BlockManager.find_next_block",
+            "nanovllm.engine.block_manager:BlockManager.find_prefix",
+            "nanovllm.engine.block_manager:BlockManager.count_needed_blocks",
+            "nanovllm.engine.block_manager:BlockManager.share",
+            "nanovllm.engine.block_manager:BlockManager.allocate",
+            "nanovllm.engine.block_manager:BlockManager.release_block",
+            "nanovllm.engine.block_manager:BlockManager._refresh_cached_copy",
+        ),
+        tests=("tests/engine/test_block_manager.py", "tests/engine/test_scheduler.py"),
+        exercise=4,
+    ),
+    Evening(
+        number=4,
+        title="One batch through the model",
+        page="nanovllm/course/4_batch.md",
+        scene="step 3: positions, slots and logits of the batch, and how c's token enters step 5",
+        reading=("nanovllm.batch:Batch", "nanovllm/models/decoder.py"),
+        functions=(
+            "nanovllm.engine.model_runner:flatten",
+            "nanovllm.engine.model_runner:flatten_decodes",
+            "nanovllm.engine.model_runner:ModelRunner.prepare_batch",
+            "nanovllm.engine.model_runner:list_rows",
+            "nanovllm.engine.model_runner:split_rows",
+            "nanovllm.layers.norm:RMSNorm.normalize",
+            "nanovllm.layers.rotary:apply_rotary",
+            "nanovllm.models.decoder:Attention.norm_and_rotate",
+            "nanovllm.models.decoder:Attention.attend",
+            "nanovllm.models.decoder:Attention.forward",
+            "nanovllm.models.decoder:MLP.forward",
+            "nanovllm.models.decoder:DecoderLayer.forward",
+            "nanovllm.models.decoder:DecoderLayers.forward",
+            "nanovllm.models.decoder:Decoder.forward",
+        ),
+        tests=(
+            "tests/engine/test_oracle.py::test_a_batch_looks_as_drawn_in_batch_py",
+            "tests/engine/test_oracle.py::test_decodes_alone_are_flattened_as_beside_a_chunk",
+            "tests/engine/test_oracle.py::test_grid",
+        ),
+        exercise=5,
+    ),
+    Evening(
+        number=5,
+        title="Sampling",
+        page="nanovllm/course/5_sampling.md",
+        scene="step 4: how many tokens are sampled, and from which rows of logits",
+        reading=("nanovllm/sampling_params.py", "nanovllm.batch:Filters"),
+        functions=(
+            "nanovllm.layers.noise:make_noise_keys",
+            "nanovllm.layers.noise:gumbel_noise",
+            "nanovllm.layers.sampler:make_sampling_batch",
+            "nanovllm.layers.sampler:find_best",
+            "nanovllm.layers.sampler:filter_logits",
+            "nanovllm.layers.sampler:Sampler.filter",
+            "nanovllm.layers.sampler:Sampler.draw",
+            "nanovllm.layers.sampler:Sampler.forward",
+            "nanovllm.layers.penalties:penalize",
+            "nanovllm.layers.penalties:apply_penalties",
+            "nanovllm.layers.logprobs:find_logprobs",
+            "nanovllm.features.structured_outputs.masks:apply_grammars",
+        ),
+        tests=(
+            "tests/layers/test_sampler.py",
+            "tests/layers/test_penalties.py",
+            "tests/layers/test_logprobs.py",
+            "tests/features/test_structured.py::test_regex_choice_and_grammar",
+        ),
+        exercise=15,
+    ),
+    Evening(
+        number=6,
+        title="Drafts and states",
+        page="nanovllm/course/6_drafts_and_states.md",
+        scene="step 9: which tokens a draft could add, and which blocks a rejection releases",
+        reading=(
+            "nanovllm/features/speculation/drafts.py",
+            "nanovllm.features.recurrent_states:Slots",
+        ),
+        functions=(
+            "nanovllm.features.speculation.drafts:count_matches",
+            "nanovllm.features.speculation.drafts:PromptLookup.propose",
+            "nanovllm.features.speculation.drafts:Proposal.learn",
+            "nanovllm.features.speculation.drafts:Drafts.planned",
+            "nanovllm.features.speculation.drafts:Drafts._verify",
+            "nanovllm.features.speculation.drafts:Drafts.sampled",
+            "nanovllm.features.speculation.drafts:Drafts.recorded",
+            "nanovllm.features.speculation.costs:StepCosts.choose_count",
+            "nanovllm.features.recurrent_states:RecurrentStates.limit_prefix",
+            "nanovllm.features.recurrent_states:RecurrentStates.limit_tokens",
+            "nanovllm.features.recurrent_states:RecurrentStates._begin_snapshot",
+            "nanovllm.features.recurrent_states:RecurrentStates.planned",
+            "nanovllm.features.recurrent_states:RecurrentStates.recorded",
+        ),
+        tests=(
+            "tests/features/test_speculation.py",
+            "tests/models/test_qwen3_5.py::test_a_shared_prefix_is_computed_twice",
+            "tests/models/test_qwen3_5.py::test_snapshots_are_evicted",
+            "tests/models/test_qwen3_5.py::test_drafts_change_no_token",
+        ),
+        exercise=11,
+    ),
+    Evening(
+        number=7,
+        title="Many ranks and small weights",
+        page="nanovllm/course/7_ranks_and_weights.md",
+        scene="step 0: which part of it each of two ranks computes, and where they wait",
+        reading=(
+            "nanovllm/layers/linear.py",
+            "nanovllm.layers.quantized:Scheme",
+            "nanovllm.worker.cache_plan:CacheUnits",
+        ),
+        functions=(
+            "nanovllm.layers.tensor_parallel:TensorParallel.divide",
+            "nanovllm.layers.tensor_parallel:TensorParallel.all_reduce",
+            "nanovllm.layers.tensor_parallel:TensorParallel.gather",
+            "nanovllm.layers.linear:ColumnParallelLinear.forward",
+            "nanovllm.layers.linear:RowParallelLinear.forward",
+            "nanovllm.layers.linear:RowParallelLinear.targets",
+            "nanovllm.layers.embedding:Embedding.look_up",
+            "nanovllm.layers.embedding:Embedding.forward",
+            "nanovllm.layers.embedding:Embedding.logits",
+            "nanovllm.layers.quantized:unpack",
+            "nanovllm.layers.quantized:QuantizedWeight.from_codes",
+            "nanovllm.layers.quantized:QuantizedWeight.quantize",
+            "nanovllm.layers.quantized:QuantizedWeight.dequantize",
+            "nanovllm.worker.cache_plan:find_budget",
+            "nanovllm.worker.cache_plan:count_lane_bytes",
+            "nanovllm.worker.cache_plan:count_lanes",
+            "nanovllm.benchmark.roofline:compute_roofline_seconds",
+        ),
+        tests=(
+            "tests/layers/test_tensor_parallel.py",
+            "tests/checkpoints/test_quantization.py::test_codes_are_the_nearest",
+            "tests/worker/test_kv_cache_size.py",
+            "tests/benchmark/test_bench.py::test_roofline_counts_necessary_flops_and_bytes",
+        ),
+        exercise=9,
+    ),
+)

@@ -1,0 +1,90 @@
+"""Layers of several ranks compute what those of one rank do. Each rank is a thread here.
+
+tests/worker/test_ranks.py has ranks in processes of their own.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from nanovllm.layers.embedding import Embedding
+from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
+from nanovllm.layers.quantized import QuantizedWeight, Scheme
+from nanovllm.layers.tensor_parallel import TensorParallel
+
+HIDDEN_SIZE = 12
+VOCAB_SIZE = 31  # no number of ranks divides it
+
+
+def run_ranks(size, function):
+    """Call `function(tp)` for each rank, and return the results. A lost rank is an error."""
+    store = dist.HashStore()
+    timeout = timedelta(seconds=10)
+
+    def run(rank):
+        group = None if size == 1 else dist.ProcessGroupGloo(store, rank, size, timeout)
+        with torch.inference_mode():
+            return function(TensorParallel(rank, size, group))
+
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(run, range(size)))
+
+
+def fill(layer, name="layer"):
+    """Load random tensors of full size, the same on each rank."""
+    for full_name, target in layer.targets(name):
+        generator = torch.Generator().manual_seed(len(full_name) + sum(map(ord, full_name)))
+        full = torch.randn(target.full_shape, generator=generator)
+        target.destination.copy_(full[target.shard])
+    return layer
+
+
+def compute_mlp(tp):
+    """Two parts of the same input, their product, and back. All have biases."""
+    x = torch.linspace(-1, 1, 5 * HIDDEN_SIZE).view(5, HIDDEN_SIZE)
+    parts = [("left", 24), ("right", 24)]
+    wide = fill(ColumnParallelLinear(HIDDEN_SIZE, parts, True, torch.float32, tp))
+    back = fill(RowParallelLinear(24, HIDDEN_SIZE, True, torch.float32, tp), "back")
+    left, right = wide(x).chunk(2, dim=-1)
+    assert left.shape == (5, 24 // tp.size)
+    return back(left * right)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_column_and_row_parallel_layers(size):
+    (expected,) = run_ranks(1, compute_mlp)
+    for output in run_ranks(size, compute_mlp):  # every rank has the sum
+        torch.testing.assert_close(output, expected)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("scheme", [None, Scheme(8, 4)])
+def test_embedding_and_logits(size, scheme):
+    token_ids = torch.tensor([0, VOCAB_SIZE - 1, 11, 15, 16, 20, 21, 10])
+
+    def compute(tp):
+        layer = fill(Embedding(VOCAB_SIZE, HIDDEN_SIZE, torch.float32, tp))
+        if scheme is not None:
+            weight = QuantizedWeight.quantize(layer.weight.data, scheme)
+            del layer.weight
+            layer.weight = weight
+        embedded = layer(token_ids)
+        return embedded, layer.logits(embedded)
+
+    ((embedding, logits),) = run_ranks(1, compute)
+    results = run_ranks(size, compute)
+    for embedded, _ in results:
+        assert torch.equal(embedded, embedding)
+    torch.testing.assert_close(results[0][1], logits)  # on rank 0 only
+    assert logits.shape == (len(token_ids), VOCAB_SIZE)
+
+
+def test_features_are_divided_in_whole_units():
+    """With fewer units than ranks, neighboring ranks have the same one."""
+    four = [TensorParallel(rank, 4) for rank in range(4)]
+    assert [tp.divide(24) for tp in four] == [(6, 0), (6, 6), (6, 12), (6, 18)]
+    assert [tp.divide(32, unit=16) for tp in four] == [(16, 0), (16, 0), (16, 16), (16, 16)]
+    assert [tp.divide(16, unit=16) for tp in four] == [(16, 0)] * 4
