@@ -142,7 +142,6 @@ def describe(evening: Evening) -> str:
         f"Evening {number}: {evening.title}",
         f"  page      {evening.page}",
         f"  predict   {evening.scene}",
-        "            (then look at timeline.html, which example.py of the complete project writes)",
         f"  read      {', '.join(evening.reading)}",
         f"  write     {len(evening.functions)} functions:",
     ]

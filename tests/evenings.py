@@ -12,7 +12,7 @@ class Evening:
     number: int
     title: str
     page: str  # its text
-    scene: str  # what to predict first, on the page that example.py writes
+    scene: str  # what to predict first
     reading: tuple[str, ...]  # files, or functions and classes as in `functions`
     functions: tuple[str, ...]  # module:qualified name, in the order in which to write them
     tests: tuple[str, ...]  # arguments of pytest. At least one test fails without each function
@@ -24,8 +24,8 @@ EVENINGS = (
         number=1,
         title="Why blocks",
         page="nanovllm/course/1_blocks.md",
-        scene="step 0: which blocks A takes, and the slot of each of its 22 tokens",
-        reading=("nanovllm/batch.py", "nanovllm.engine.block_manager:Block"),
+        scene="steps 0 and 3 of timeline.html: the blocks of A, and the slot of its 25th token",
+        reading=("nanovllm/engine/sequence.py", "nanovllm/batch.py"),
         functions=(
             "nanovllm.engine.block_manager:BlockManager.take",
             "nanovllm.engine.block_manager:BlockManager.grow",
@@ -50,8 +50,14 @@ EVENINGS = (
         number=2,
         title="Two queues",
         page="nanovllm/course/2_queues.md",
-        scene="steps 3 and 11: who runs, with how many tokens, and who is preempted",
-        reading=("nanovllm/engine/sequence.py", "nanovllm/engine/extension.py"),
+        scene="steps 3, 11 and 14 of timeline.html: what they compute, and what is preempted",
+        reading=(
+            "nanovllm/engine/sequence.py",
+            "nanovllm.engine.llm_engine:LLMEngine.step",
+            "nanovllm/engine/extension.py",
+            "nanovllm.engine.scheduler:Scheduler.__init__",
+            "nanovllm.engine.scheduler:Scheduler._is_still_blocked",
+        ),
         functions=(
             "nanovllm.engine.sequence:Sequence.check_end",
             "nanovllm.engine.scheduler:Scheduler.reset",
@@ -75,7 +81,7 @@ EVENINGS = (
         number=3,
         title="Prefix caching",
         page="nanovllm/course/3_prefix_cache.md",
-        scene="steps 3 and 14: which blocks B and the readmitted D share, and which is a duplicate",
+        scene="step 3 of timeline.html: which blocks are shared, cached, or duplicates",
         reading=("nanovllm/engine/block_manager.py",),
         functions=(
             "nanovllm.engine.block_manager:BlockManager.compute_hash",
@@ -100,7 +106,7 @@ EVENINGS = (
         number=4,
         title="One batch through the model",
         page="nanovllm/course/4_batch.md",
-        scene="step 3: positions, slots and logits of the batch, and how c's token enters step 5",
+        scene="step 3 of timeline.html: the arrays of the batch, and its rows of logits",
         reading=("nanovllm.batch:Batch", "nanovllm/models/decoder.py"),
         functions=(
             "nanovllm.engine.model_runner:flatten",
@@ -129,8 +135,12 @@ EVENINGS = (
         number=5,
         title="Sampling",
         page="nanovllm/course/5_sampling.md",
-        scene="step 4: how many tokens are sampled, and from which rows of logits",
-        reading=("nanovllm/sampling_params.py", "nanovllm.batch:Filters"),
+        scene="step 3 of timeline.html: how many tokens are sampled, and at which positions",
+        reading=(
+            "nanovllm/sampling_params.py",
+            "nanovllm.batch:Filters",
+            "nanovllm.features.structured_outputs.masks:compute_mask",
+        ),
         functions=(
             "nanovllm.layers.noise:make_noise_keys",
             "nanovllm.layers.noise:gumbel_noise",
@@ -157,9 +167,10 @@ EVENINGS = (
         number=6,
         title="Drafts and states",
         page="nanovllm/course/6_drafts_and_states.md",
-        scene="step 9: which tokens a draft could add, and which blocks a rejection releases",
+        scene="the picture of drafts.py: which tokens a step with a draft gives",
         reading=(
-            "nanovllm/features/speculation/drafts.py",
+            "nanovllm/engine/extension.py",
+            "nanovllm/worker/state_slots.py",
             "nanovllm.features.recurrent_states:Slots",
         ),
         functions=(
@@ -187,13 +198,13 @@ EVENINGS = (
     ),
     Evening(
         number=7,
-        title="Many ranks and small weights",
+        title="Tensor parallelism and quantized weights",
         page="nanovllm/course/7_ranks_and_weights.md",
-        scene="step 0: which part of it each of two ranks computes, and where they wait",
+        scene="the roofline: tokens/s of a decode in bfloat16 and in int4",
         reading=(
             "nanovllm/layers/linear.py",
+            "nanovllm/layers/tensor_parallel.py",
             "nanovllm.layers.quantized:Scheme",
-            "nanovllm.worker.cache_plan:CacheUnits",
         ),
         functions=(
             "nanovllm.layers.tensor_parallel:TensorParallel.divide",
