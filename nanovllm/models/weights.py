@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nanovllm.checkpoints.formats import Format
 from nanovllm.checkpoints.tensor_files import TensorFiles, summarize
@@ -51,7 +51,11 @@ def allocate_model(
     quantize_layers(model, spec.quantization, files, tp)
     _check_size(model, sizes, device)
     # Module.to_empty would also drop the tensors that have values, such as RoPE's frequencies.
-    return model._apply(lambda x: torch.empty_like(x, device=device) if x.is_meta else x.to(device))
+    # For meta tensors, torch.empty_like would import sympy, which takes half a second.
+    def allocate(x: Tensor) -> Tensor:
+        return torch.empty(x.shape, dtype=x.dtype, device=device) if x.is_meta else x.to(device)
+
+    return model._apply(allocate)
 
 
 def _check_size(model: nn.Module, sizes: str, device: torch.device) -> None:

@@ -72,6 +72,8 @@ def load_worker(
         with torch.device("cpu"):  # safetensors reads there, whatever the caller's default is
             files = open_weights(directory, config.load_format)
             model = weights.allocate_model(spec, backend, device, files, tp)
+            if kernels is not None:
+                kernels.speed_up_loading(model, device, spec.dtype)
             if files is None:
                 weights.init_dummy_weights(model, config.seed)
             else:
