@@ -5,4 +5,5 @@ shapes.py      built-in models, default workloads
 engines.py     nanovllm, transformers and vLLM behind one interface
 roofline.py    the minimum time          report.py     the table of throughput, and JSON
 latency.py     requests that arrive over time
+start.py       a program that times the start of an engine
 """

@@ -29,9 +29,7 @@ from torch import Tensor, nn
 
 from nanovllm.utils.arithmetic import cdiv
 
-# Weights that are quantized at once, which bounds temporary float32 copies. On a CPU, torch does not
-# divide an operation of this size among threads, which would wait for each other after each one.
-_CHUNK = {"cpu": 1 << 15, "cuda": 1 << 18}
+_CHUNK = 1 << 18  # weights that are quantized at once, which bounds temporary float32 copies
 
 
 @dataclass(frozen=True)
@@ -157,11 +155,18 @@ class QuantizedWeight(nn.Module):
             for part, given in zip(self.buffers(), source.buffers()):
                 part.copy_(given)
             return
-        rows_at_once = max(1, _CHUNK[self.codes.device.type] // self.in_features)
-        for start in range(0, len(source), rows_at_once):
-            rows = slice(start, start + rows_at_once)
-            part = source[rows].to(self.codes.device)
-            self[rows].copy_(QuantizedWeight.quantize(part, self.scheme))
+        rows_at_once = max(1, _CHUNK // self.in_features)
+        num_threads = torch.get_num_threads()
+        # Several would wait for each other after each of many small operations, also for a thread
+        # whose core another process uses.
+        torch.set_num_threads(1)
+        try:
+            for start in range(0, len(source), rows_at_once):
+                rows = slice(start, start + rows_at_once)
+                part = source[rows].to(self.codes.device)
+                self[rows].copy_(QuantizedWeight.quantize(part, self.scheme))
+        finally:
+            torch.set_num_threads(num_threads)
 
 
 def multiply(x: Tensor, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> Tensor:

@@ -46,8 +46,12 @@ static void quantize_rows(const Number* weight, uint8_t* codes, float* scales, i
         quantize_row(weight + row * in_features, unpacked, scales + row * num_groups,
                      zeros + row * num_groups, in_features, group_size, (1 << bits) - 1);
         uint8_t* packed = codes + row * num_bytes;
-        for (int64_t i = 0; i < num_bytes; i++)
-            packed[i] = bits == 8 ? unpacked[i] : unpacked[2 * i] | unpacked[2 * i + 1] << 4;
+        if (bits == 8)
+            std::copy_n(unpacked, num_bytes, packed);
+        else
+#pragma omp simd
+            for (int64_t i = 0; i < num_bytes; i++)
+                packed[i] = unpacked[2 * i] | unpacked[2 * i + 1] << 4;
     });
 }
 
