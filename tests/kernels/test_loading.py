@@ -52,7 +52,9 @@ def test_codes_are_those_of_the_plain_layer(shape, scheme, stored, dtype):
     source[..., 1, :] = source[..., 1, :].abs() + 1
     source[..., 2, :] -= 10
     source[..., 3, :] *= 1e-7  # subnormal numbers in float16
-    source[..., 4, :] = source[..., 4, :].round() / 2  # many lie between two codes
+    largest_code = (1 << scheme.bits) - 1  # with a scale of 1, halves lie between two codes
+    source[..., 4, :] = torch.randint(2 * largest_code, shape[-1:]) / 2
+    source[..., 4, :: scheme.group_size] = largest_code
     source = source.to(stored)
     weight = allocate(shape, scheme, dtype)
     weight.copy_(source)
