@@ -1,7 +1,7 @@
 """Replaces: optimized attention backends and layers, and CUDA graphs.
 
 layers/ and models/ specify what is computed, and do not know this package. The worker imports it,
-unless enable_kernels=False, and calls the three functions below when an engine starts.
+unless enable_kernels=False, and calls the four functions below when an engine starts.
 
 select.py           chooses the attention backend: how K/V are stored and read
 replacement.py      replaces the layers of a model by optimized subclasses
@@ -19,7 +19,7 @@ Nothing in here knows sequences, requests or the scheduler. A kernel gets tensor
 """
 
 from nanovllm.kernels.cuda.graphs import capture_decode_steps
-from nanovllm.kernels.replacement import kernelize
+from nanovllm.kernels.replacement import kernelize, speed_up_loading
 from nanovllm.kernels.select import select_backend
 
-__all__ = ["capture_decode_steps", "kernelize", "select_backend"]
+__all__ = ["capture_decode_steps", "kernelize", "select_backend", "speed_up_loading"]

@@ -15,7 +15,16 @@ from torch import nn
 
 from nanovllm.kernels.layer_check import Call, passes_check, record_calls
 from nanovllm.kernels.optimized_layer import OptimizedLayer, install, uninstall
+from nanovllm.layers.quantized import QuantizedWeight
 from nanovllm.utils.terminal import report
+
+
+def speed_up_loading(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Replace the weights that are quantized while they are loaded, before they are."""
+    kinds = find_optimized_layers(device.type, dtype)
+    for weight in model.modules():
+        if type(weight) is QuantizedWeight:
+            install(kinds, weight, dtype)
 
 
 def kernelize(

@@ -86,6 +86,16 @@ class QuantizedWeight(nn.Module):
         return cls(scheme, in_features, dtype, codes, scales.float(), zeros.to(torch.int16))
 
     @classmethod
+    def empty_like(cls, weight: Tensor, scheme: Scheme) -> "QuantizedWeight":
+        """Allocate what `quantize` returns for a weight of this shape, dtype and device."""
+        *rows, in_features = weight.shape
+        num_groups = cdiv(in_features, scheme.group_size)
+        codes = weight.new_empty(*rows, cdiv(in_features * scheme.bits, 8), dtype=torch.uint8)
+        scales = weight.new_empty(*rows, num_groups, dtype=torch.float32)
+        zeros = weight.new_empty(*rows, num_groups, dtype=torch.int16)
+        return cls(scheme, in_features, weight.dtype, codes, scales, zeros)
+
+    @classmethod
     def quantize(cls, weight: Tensor, scheme: Scheme) -> "QuantizedWeight":
         """Round each weight to the nearest code of its group. 0 stays 0."""
         in_features = weight.shape[-1]
@@ -136,7 +146,7 @@ class QuantizedWeight(nn.Module):
         packed = (*others, ..., slice(start * bits // 8, cdiv(end * bits, 8)))
         groups = (*others, ..., slice(start // size, cdiv(end, size)))
         parts = (self.codes[packed], self.scales[groups], self.zeros[groups])
-        return QuantizedWeight(self.scheme, end - start, self.dtype, *parts)
+        return type(self)(self.scheme, end - start, self.dtype, *parts)
 
     def copy_(self, source: "Tensor | QuantizedWeight") -> None:
         """Quantize a float tensor, or copy codes of the same scheme."""
@@ -146,10 +156,17 @@ class QuantizedWeight(nn.Module):
                 part.copy_(given)
             return
         rows_at_once = max(1, _CHUNK // self.in_features)
-        for start in range(0, len(source), rows_at_once):
-            rows = slice(start, start + rows_at_once)
-            part = source[rows].to(self.codes.device)
-            self[rows].copy_(QuantizedWeight.quantize(part, self.scheme))
+        num_threads = torch.get_num_threads()
+        # Several would wait for each other after each of many small operations, also for a thread
+        # whose core another process uses.
+        torch.set_num_threads(1)
+        try:
+            for start in range(0, len(source), rows_at_once):
+                rows = slice(start, start + rows_at_once)
+                part = source[rows].to(self.codes.device)
+                self[rows].copy_(QuantizedWeight.quantize(part, self.scheme))
+        finally:
+            torch.set_num_threads(num_threads)
 
 
 def multiply(x: Tensor, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> Tensor:

@@ -77,7 +77,10 @@ def quantize_layer(layer: nn.Module, scheme: Scheme) -> None:
     for name, parameter in list(layer.named_parameters(recurse=False)):
         if parameter.dim() > 1:
             delattr(layer, name)
-            setattr(layer, name, QuantizedWeight.quantize(parameter, scheme))
+            quantized = QuantizedWeight.empty_like(parameter, scheme)
+            if not parameter.is_meta:
+                quantized.copy_(parameter)
+            setattr(layer, name, quantized)
 
 
 def _check_shards(layer: Any, name: str, scheme: Scheme, tp: TensorParallel) -> None:

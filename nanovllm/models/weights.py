@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nanovllm.checkpoints.formats import Format
 from nanovllm.checkpoints.tensor_files import TensorFiles, summarize
@@ -25,6 +25,9 @@ from nanovllm.utils.checks import naming
 
 _HEAD = "lm_head.weight"
 _SKIPPED_PARTS = ("model.visual.", "model.vision_tower.", "model.multi_modal_projector.", "mtp.")
+# Dummy weights repeat after this many, because torch takes five seconds to draw a billion, with any
+# number of threads. This is a prime number, so the rows of a large matrix do not repeat.
+_NUM_DUMMIES = (1 << 22) - 3
 _ROPE_BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 
 
@@ -52,8 +55,13 @@ def allocate_model(
         model = spec.make_model(backend, tp)
     quantize_layers(model, spec.quantization, files, tp)
     _check_size(model, sizes, device)
+
     # Module.to_empty would also drop the tensors that have values, such as RoPE's frequencies.
-    return model._apply(lambda x: torch.empty_like(x, device=device) if x.is_meta else x.to(device))
+    # For meta tensors, torch.empty_like would import sympy, which takes half a second.
+    def allocate(x: Tensor) -> Tensor:
+        return torch.empty(x.shape, dtype=x.dtype, device=device) if x.is_meta else x.to(device)
+
+    return model._apply(allocate)
 
 
 def _check_size(model: nn.Module, sizes: str, device: torch.device) -> None:
@@ -142,12 +150,17 @@ def init_dummy_weights(model: nn.Module, seed: int) -> None:
 
     The weights are identical on any number of ranks.
     """
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(seed % 2**64)
+    numbers = torch.empty(_NUM_DUMMIES, device=device)
+    numbers = numbers.normal_(0.0, 0.02, generator=generator).repeat(2)
+    start = 0
     for name, parts in _find_targets(model).items():
         full = parts[0].destination.new_empty(parts[0].full_shape)
         if full.dim() > 1:
-            generator = torch.Generator(full.device).manual_seed(seed % 2**64)
-            full.normal_(0.0, 0.02, generator=generator)
-            seed += 1
+            for chunk in full.view(-1).split(_NUM_DUMMIES):
+                chunk.copy_(numbers[start : start + len(chunk)])
+            start = (start + full.numel()) % _NUM_DUMMIES
         else:
             full.fill_(1.0 if name.endswith("norm.weight") else 0.0)
         for target in parts:

@@ -1,5 +1,6 @@
 """Measures memory: what an engine takes of a GPU, and what a machine has left for a process."""
 
+import ctypes
 from pathlib import Path
 
 import psutil
@@ -51,6 +52,13 @@ def find_available_memory(root: Path = Path("/")) -> int:
             used = int((group / "memory.current").read_text()) - int(stat["inactive_file"])
             left.append(int(given) - used)
     return max(0, min(left))
+
+
+def release_free_memory() -> None:
+    """Return freed memory to the system. glibc keeps what lies between other allocations."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none
+    if trim is not None:
+        trim(0)
 
 
 def show_bytes(num_bytes: int) -> str:

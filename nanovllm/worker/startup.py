@@ -33,7 +33,7 @@ from nanovllm.worker.dummy_steps import (
     run_dummy_step,
     run_test_steps,
 )
-from nanovllm.worker.memory import MemoryMeter, show_bytes
+from nanovllm.worker.memory import MemoryMeter, release_free_memory, show_bytes
 from nanovllm.worker.process_groups import Place, connect
 from nanovllm.worker.state_slots import StateSlots
 from nanovllm.worker.worker import Worker
@@ -72,6 +72,8 @@ def load_worker(
         with torch.device("cpu"):  # safetensors reads there, whatever the caller's default is
             files = open_weights(directory, config.load_format)
             model = weights.allocate_model(spec, backend, device, files, tp)
+            if kernels is not None:
+                kernels.speed_up_loading(model, device, spec.dtype)
             if files is None:
                 weights.init_dummy_weights(model, config.seed)
             else:
@@ -132,6 +134,7 @@ def optimize(worker: Worker) -> None:
         return
     run = (lambda: run_test_steps(worker)) if worker.device.type == "cuda" else None
     names = worker.kernels.kernelize(worker.model, worker.device, worker.spec.dtype, run)
+    release_free_memory()  # of the weights that were replaced
     if names and worker.tp.rank == 0:
         advice = "enable_kernels=False runs layers/ and models/ as written"
         report(f"optimized layers: {', '.join(names)}; {advice}")

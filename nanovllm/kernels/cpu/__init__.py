@@ -5,6 +5,7 @@ library.py       compiles and loads kernels.cpp
 declarations.py  reads functions and structs from the headers
 attention.py     the attention backend "cpp"
 elementwise.py   norms, RoPE and SwiGLU
+loading.py       quantizes weights while they are loaded
 panels.py        how weights are prepacked
 prepacked.py     layers with prepacked weights
 fused_layers.py  all decoder layers in one call

@@ -10,8 +10,9 @@
 //
 //     common.h  team.h  layers.h  decode.h
 //     panels.h  rows.h (amx.h or plain.h)  quantized.h  planes.h or dequantized.h  gemm.h
-//     experts.h  prefill.h  fused_layers.h  gated_delta.h  delta_layer.h  sampler.h
+//     experts.h  prefill.h  fused_layers.h  gated_delta.h  delta_layer.h  sampler.h  loading.h
 #include "delta_layer.h"
 #include "experts.h"
 #include "fused_layers.h"
+#include "loading.h"
 #include "sampler.h"

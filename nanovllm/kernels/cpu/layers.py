@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.batch import Filters, Noise
-from nanovllm.kernels.cpu import elementwise, fused_layers, gated_delta, prepacked
+from nanovllm.kernels.cpu import elementwise, fused_layers, gated_delta, loading, prepacked
 from nanovllm.kernels.cpu.library import load
 from nanovllm.kernels.cpu.library import reason_unavailable as reason_unavailable
 from nanovllm.kernels.optimized_layer import OptimizedLayer
@@ -82,4 +82,5 @@ OPTIMIZED_LAYERS: list[type[OptimizedLayer]] = [
     prepacked.PrepackedEmbedding,
     prepacked.PrepackedExperts,
     prepacked.FastSharedExpertMoE,
+    loading.FastQuantizedWeight,
 ]
