@@ -24,7 +24,8 @@ import torch
 
 from nanovllm import LLM
 from nanovllm.benchmark.arguments import make_parser
-from nanovllm.benchmark.setting import make_setting
+from nanovllm.benchmark.setting import make_settings
+from nanovllm.benchmark.workloads import choose_workload
 from nanovllm.utils.terminal import run_program
 
 
@@ -59,7 +60,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     with TemporaryDirectory() as scratch:
         try:
-            setting = make_setting(args, scratch)
+            setting, *_ = make_settings(args, choose_workload(args), scratch).values()
         except (OSError, TypeError, ValueError) as error:
             parser.error(str(error))
         figures = compare_loads(lambda: run_alone(setting.model, setting.options), args.repeat)
