@@ -10,7 +10,9 @@
     (defined(__SSE2__) && !defined(__AVX__))
 #define MULTIPLIES_PAIRS  // of 16-bit integers, in whole vectors
 #endif
-#if defined(T_IS_16_BITS) && defined(MULTIPLIES_PAIRS) && !defined(USE_AMX)
+#if defined(IN_PAIRS) && !defined(USE_AMX)
+#include "centered.h"
+#elif defined(T_IS_16_BITS) && defined(MULTIPLIES_PAIRS) && !defined(USE_AMX)
 #include "planes.h"
 #else
 #include "dequantized.h"

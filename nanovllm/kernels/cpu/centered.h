@@ -1,0 +1,201 @@
+// Multiplies rows of x by a panel of a quantized weight, with instructions for pairs of bfloat16.
+// An output is
+//
+//     sum over groups of  sum(x * (code - zero)) * scale
+//
+// The difference is exact in bfloat16, because its absolute value is at most 256, and products are
+// summed in float. So nothing is rounded but sums.
+#pragma once
+#include "quantized.h"
+#include "rows.h"
+
+// Loads the codes of a block as pairs of bfloat16, relative to their zeros.
+template <int BITS>
+struct Centered;
+
+template <>
+struct Centered<4> {
+    Codes zeros[VECTORS_PER_LINE];
+    Codes shifts[VECTORS_PER_LINE];
+
+    explicit Centered(const Block& block) {
+        __m512i all = _mm512_loadu_si512(block.zeros);
+        for (int64_t vector = 0; vector < VECTORS_PER_LINE; vector++) {
+            Codes twice;
+            for (int64_t i = 0; i < 2 * LANES; i++) {
+                twice[i] = vector * LANES + i / 2;
+                shifts[vector][i] = 8 * vector + i / LANES * 4;
+            }
+            zeros[vector] = (Codes)_mm512_permutexvar_epi16((__m512i)twice, all);
+        }
+    }
+
+    // Differences from -16 to 15 are indices of a table, modulo 32.
+    Vector load(const uint8_t* line, int64_t vector) const {
+        constexpr Integers TABLE = {
+            // The upper halves of two floats in each number.
+            0x3F800000, 0x40404000, 0x40A04080, 0x40E040C0,  //   0 ..   7
+            0x41104100, 0x41304120, 0x41504140, 0x41704160,  //   8 ..  15
+            int(0xC170C180), int(0xC150C160), int(0xC130C140), int(0xC110C120),  // -16 .. -9
+            int(0xC0E0C100), int(0xC0A0C0C0), int(0xC040C080), int(0xBF80C000)};
+        __m512i codes = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)line));
+        Codes index = ((Codes)codes >> shifts[vector] & 15) - zeros[vector];
+        return (Vector)_mm512_permutexvar_epi16((__m512i)index, (__m512i)TABLE);
+    }
+};
+
+template <>
+struct Centered<8> {
+    // Floats from 2^23 have no fraction, and the fraction of those from 2^15 has 8 bits.
+    static constexpr int32_t EVEN = 0x4B000000;
+    static constexpr int32_t ODD = 0x47000000;
+    Vector even_zeros[VECTORS_PER_LINE];
+    Vector odd_zeros[VECTORS_PER_LINE];
+
+    explicit Centered(const Block& block) {
+        for (int64_t vector = 0; vector < VECTORS_PER_LINE; vector++) {
+            __m256i narrow = _mm256_loadu_si256((const __m256i*)block.zeros + vector);
+            Vector zeros = (Vector)_mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(narrow));
+            even_zeros[vector] = zeros + (0x1p23f + 128);
+            odd_zeros[vector] = zeros + (0x1p15f + 128);
+        }
+    }
+
+    Vector load(const uint8_t* line, int64_t vector) const {
+        const __m256i* from = (const __m256i*)line + vector;
+        Integers pairs = (Integers)_mm512_cvtepu16_epi32(_mm256_loadu_si256(from));
+        // Adds 128 to the codes, too.
+        Vector even = (Vector)((pairs & 0xFF) ^ (EVEN | 0x80)) - even_zeros[vector];
+        Vector odd = (Vector)((pairs & 0xFF00) ^ (ODD | 0x8000)) - odd_zeros[vector];
+        Codes order;
+        for (int64_t i = 0; i < 2 * LANES; i++) order[i] = i | 1 | (i % 2 * 2 * LANES);
+        return (Vector)_mm512_permutex2var_epi16((__m512i)even, (__m512i)order, (__m512i)odd);
+    }
+};
+
+template <>
+struct Centered<16> {  // what another tile has stored
+    explicit Centered(const Block&) {}
+
+    Vector load(const uint8_t* line, int64_t vector) const {
+        return (Vector)_mm512_load_si512(line + vector * sizeof(Vector));
+    }
+};
+
+// The order of a sum does not depend on the number of rows.
+class QuantizedRows {
+    Buffer<T> memory;
+    T* numbers;  // [num_blocks, num_rows, BLOCK], where a block has whole groups
+    int64_t num_rows;
+    int64_t num_groups;
+    int64_t groups_per_block;
+    alignas(64) float sums[MAX_ROWS * WIDTH];
+    alignas(64) T centered[BLOCK * WIDTH];
+
+public:
+    Weight weight;
+
+    void pack(const auto& find_row, int64_t num_rows_, int64_t in_features) {
+        int64_t group_size = weight.group_size;
+        num_rows = num_rows_;
+        num_groups = round_up(in_features, group_size) / group_size;
+        groups_per_block = BLOCK / group_size;
+        int64_t step = groups_per_block * group_size;
+        T* to = numbers = memory.get(round_up(in_features, step) / step * num_rows * BLOCK);
+        for (int64_t start = 0; start < in_features; start += step)
+            for (int64_t row = 0; row < num_rows; row++, to += BLOCK) {
+                int64_t size = std::min(step, in_features - start);
+                std::fill(std::copy_n(find_row(row) + start, size, to), to + step, T{});
+            }
+    }
+
+    void multiply(const T* panel, const Epilogue& epilogue, T* output, int64_t output_stride) {
+        std::fill_n(sums, num_rows * WIDTH, 0);
+        auto sum_up = weight.bits == 4 ? &QuantizedRows::sum_up<4> : &QuantizedRows::sum_up<8>;
+        (this->*sum_up)((const uint8_t*)panel);
+        for (int64_t row = 0; row < num_rows; row++)
+            epilogue.store(&sums[row * WIDTH], output, row * output_stride);
+    }
+
+    void finish(int64_t) {}  // multiply() has no deferred epilogue
+
+private:
+    template <int BITS>
+    void sum_up(const uint8_t* panel) {
+        // Nothing is divided in the loops, because divisions take long.
+        int64_t num_tiles = round_up(num_rows, ROWS) / ROWS;
+        int64_t rows_per_tile = num_rows / num_tiles;
+        int64_t num_larger_tiles = num_rows % num_tiles;
+        int64_t block_size = weight.block_size();
+        int64_t group_size = weight.group_size;
+        int64_t bytes_per_line = block_size / num_tiles / (group_size / 2);
+        const T* x = numbers;
+        for (int64_t start = 0; start < num_groups; start += groups_per_block) {
+            int64_t num = std::min(groups_per_block, num_groups - start);
+            const uint8_t* blocks = panel + start * block_size;
+            const uint8_t* next = blocks + BYTES_AHEAD;
+            float* sum = sums;
+            for (int64_t tile = 0; tile < num_tiles; tile++) {
+                int64_t size = tile < num_larger_tiles ? rows_per_tile + 1 : rows_per_tile;
+                auto multiply = tile > 0         ? find_tile<16, false, ROWS>(size)
+                                : num_tiles == 1 ? find_tile<BITS, false, ROWS>(size)
+                                                 : find_tile<BITS, true, ROWS>(size);
+                for (int64_t group = 0; group < num; group++) {
+                    multiply(Block(blocks + group * block_size), group_size, x + group * group_size,
+                             sum, centered + group * group_size * WIDTH, next, bytes_per_line);
+                    next += bytes_per_line * (group_size / 2);
+                }
+                x += size * BLOCK;
+                sum += size * WIDTH;
+            }
+        }
+    }
+
+    using MultiplyTile = void(const Block&, int64_t, const T*, float*, T*, const uint8_t*, int64_t);
+
+    // Multiply M rows by a block, and add the products to `sums`. Meanwhile prefetch from `next`, a
+    // few bytes for every line of the block, because a core can have few cache lines in flight.
+    template <int BITS, bool KEEPS, int M>
+    static void multiply_tile(const Block& block, int64_t group_size, const T* x, float* sums,
+                              T* kept, const uint8_t* next, int64_t bytes_per_line) {
+        constexpr int64_t V = VECTORS_PER_LINE;
+        const uint8_t* line = BITS == 16 ? (const uint8_t*)kept : block.codes;
+        Centered<BITS> codes(block);
+        Vector tile[M][V] = {};
+        for (int64_t i = 0; i < group_size; i += 2) {
+            __builtin_prefetch(next);
+            next += bytes_per_line;
+            Vector columns[V];
+            for (int64_t column = 0; column < V; column++) {
+                columns[column] = codes.load(line, column);
+                if (KEEPS) memcpy(kept + (i + column) * WIDTH, &columns[column], sizeof(Vector));
+            }
+            for (int64_t m = 0; m < M; m++) {
+                Pair pair;
+                memcpy(&pair, x + m * BLOCK + i, sizeof pair);
+                for (int64_t column = 0; column < V; column++)
+                    tile[m][column] = add_products(tile[m][column], pair, columns[column]);
+            }
+            line += 2 * WIDTH * BITS / 8;
+        }
+        Vector scales[V];
+        for (int64_t column = 0; column < V; column++)
+            scales[column] = load(block.scales + column * LANES);
+            // Unrolled, because gcc would otherwise spill the tile.
+#pragma GCC unroll 12
+        for (int64_t m = 0; m < M; m++)
+            for (int64_t column = 0; column < V; column++) {
+                float* sum = sums + m * WIDTH + column * LANES;
+                _mm512_storeu_ps(sum, _mm512_fmadd_ps((__m512)tile[m][column],
+                                                      (__m512)scales[column], _mm512_loadu_ps(sum)));
+            }
+    }
+
+    // Return multiply_tile for 1 to M rows.
+    template <int BITS, bool KEEPS, int M>
+    static MultiplyTile* find_tile(int64_t num) {
+        if constexpr (M > 1)
+            if (num < M) return find_tile<BITS, KEEPS, M - 1>(num);
+        return multiply_tile<BITS, KEEPS, M>;
+    }
+};
