@@ -46,27 +46,23 @@ struct Centered<4> {
 
 template <>
 struct Centered<8> {
-    // Floats from 2^23 have no fraction, and the fraction of those from 2^15 has 8 bits.
-    static constexpr int32_t EVEN = 0x4B000000;
-    static constexpr int32_t ODD = 0x47000000;
-    Vector even_zeros[VECTORS_PER_LINE];
-    Vector odd_zeros[VECTORS_PER_LINE];
+    static constexpr int32_t NO_FRACTION = 0x4B000000;  // 2^23; its lower bits are an integer
+    Vector zeros[VECTORS_PER_LINE];
 
     explicit Centered(const Block& block) {
-        for (int64_t vector = 0; vector < VECTORS_PER_LINE; vector++) {
-            __m256i narrow = _mm256_loadu_si256((const __m256i*)block.zeros + vector);
-            Vector zeros = (Vector)_mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(narrow));
-            even_zeros[vector] = zeros + (0x1p23f + 128);
-            odd_zeros[vector] = zeros + (0x1p15f + 128);
-        }
+        for (int64_t vector = 0; vector < VECTORS_PER_LINE; vector++)
+            zeros[vector] = __builtin_convertvector(block.load_zeros(vector * LANES), Vector) +
+                            (0x1p23f + 128);
     }
 
+    // The even inputs of a line become floats, and then the odd ones. They have few constants in
+    // common, because registers are scarce. The upper half of each float is joined.
     Vector load(const uint8_t* line, int64_t vector) const {
         const __m256i* from = (const __m256i*)line + vector;
         Integers pairs = (Integers)_mm512_cvtepu16_epi32(_mm256_loadu_si256(from));
-        // Adds 128 to the codes, too.
-        Vector even = (Vector)((pairs & 0xFF) ^ (EVEN | 0x80)) - even_zeros[vector];
-        Vector odd = (Vector)((pairs & 0xFF00) ^ (ODD | 0x8000)) - odd_zeros[vector];
+        // The lowest bits become code + 128.
+        Vector even = (Vector)((pairs & 0xFF) ^ (NO_FRACTION | 0x80)) - zeros[vector];
+        Vector odd = (Vector)((pairs >> 8) ^ (NO_FRACTION | 0x80)) - zeros[vector];
         Codes order;
         for (int64_t i = 0; i < 2 * LANES; i++) order[i] = i | 1 | (i % 2 * 2 * LANES);
         return (Vector)_mm512_permutex2var_epi16((__m512i)even, (__m512i)order, (__m512i)odd);
@@ -162,33 +158,40 @@ private:
         const uint8_t* line = BITS == 16 ? (const uint8_t*)kept : block.codes;
         Centered<BITS> codes(block);
         Vector tile[M][V] = {};
-        for (int64_t i = 0; i < group_size; i += 2) {
+        auto multiply_line = [&](auto is_last) __attribute__((always_inline)) {
             __builtin_prefetch(next);
             next += bytes_per_line;
             Vector columns[V];
+            Vector scales[V];
             for (int64_t column = 0; column < V; column++) {
                 columns[column] = codes.load(line, column);
-                if (KEEPS) memcpy(kept + (i + column) * WIDTH, &columns[column], sizeof(Vector));
+                if (KEEPS) memcpy(kept + column * PAIR * LANES, &columns[column], sizeof(Vector));
+                if (is_last) scales[column] = load(block.scales + column * LANES);
             }
-            for (int64_t m = 0; m < M; m++) {
-                Pair pair;
-                memcpy(&pair, x + m * BLOCK + i, sizeof pair);
-                for (int64_t column = 0; column < V; column++)
-                    tile[m][column] = add_products(tile[m][column], pair, columns[column]);
-            }
-            line += 2 * WIDTH * BITS / 8;
-        }
-        Vector scales[V];
-        for (int64_t column = 0; column < V; column++)
-            scales[column] = load(block.scales + column * LANES);
+            line += PAIR * WIDTH * BITS / 8;
+            kept += PAIR * WIDTH;
             // Unrolled, because gcc would otherwise spill the tile.
 #pragma GCC unroll 12
-        for (int64_t m = 0; m < M; m++)
-            for (int64_t column = 0; column < V; column++) {
-                float* sum = sums + m * WIDTH + column * LANES;
-                _mm512_storeu_ps(sum, _mm512_fmadd_ps((__m512)tile[m][column],
-                                                      (__m512)scales[column], _mm512_loadu_ps(sum)));
+            for (int64_t m = 0; m < M; m++) {
+                Pair pair;
+                memcpy(&pair, x + m * BLOCK, sizeof pair);
+                for (int64_t column = 0; column < V; column++)
+                    tile[m][column] = add_products(tile[m][column], pair, columns[column]);
+                if (!is_last) continue;
+                for (int64_t column = 0; column < V; column++) {
+                    float* sum = sums + m * WIDTH + column * LANES;
+                    __m512 total = _mm512_fmadd_ps((__m512)tile[m][column],
+                                                   (__m512)scales[column], _mm512_loadu_ps(sum));
+                    _mm512_storeu_ps(sum, total);
+                }
+                // Keeps gcc from collecting the stores, which take two cycles each, behind the
+                // products.
+                asm volatile("" ::: "memory");
             }
+            x += PAIR;
+        };
+        for (int64_t i = PAIR; i < group_size; i += PAIR) multiply_line(std::false_type());
+        multiply_line(std::true_type());
     }
 
     // Return multiply_tile for 1 to M rows.
