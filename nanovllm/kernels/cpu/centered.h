@@ -3,8 +3,13 @@
 //
 //     sum over groups of  sum(x * (code - zero)) * scale
 //
-// The difference is exact in bfloat16, because its absolute value is at most 256, and products are
-// summed in float. So nothing is rounded but sums.
+// The differences are exact in bfloat16, which holds all integers up to 256. Inputs are multiplied
+// as they are, so only sums are rounded, as in float32.
+//
+// Converting codes takes as many instructions as multiplying several rows. The first tile of rows
+// therefore keeps the converted codes of BLOCK inputs in the L1 cache for the other tiles. While
+// the products of a tile occupy two of the processor's vector units, the others convert codes, so
+// this is done neither for a single tile nor before the first one.
 #pragma once
 #include "quantized.h"
 #include "rows.h"
@@ -30,7 +35,8 @@ struct Centered<4> {
         }
     }
 
-    // Differences from -16 to 15 are indices of a table, modulo 32.
+    // Zeros are from 0 to 16, so differences are from -16 to 15. They are the indices of a table,
+    // modulo 32.
     Vector load(const uint8_t* line, int64_t vector) const {
         constexpr Integers TABLE = {
             // The upper halves of two floats in each number.
@@ -46,7 +52,7 @@ struct Centered<4> {
 
 template <>
 struct Centered<8> {
-    static constexpr int32_t NO_FRACTION = 0x4B000000;  // 2^23; its lower bits are an integer
+    static constexpr int32_t NO_FRACTION = 0x4B000000;  // 2^23: the lowest bits are an integer
     Vector zeros[VECTORS_PER_LINE];
 
     explicit Centered(const Block& block) {
@@ -55,12 +61,12 @@ struct Centered<8> {
                             (0x1p23f + 128);
     }
 
-    // The even inputs of a line become floats, and then the odd ones. They have few constants in
-    // common, because registers are scarce. The upper half of each float is joined.
+    // The even and the odd inputs become floats, whose upper halves are joined. Both use the same
+    // constants, because otherwise the sums of a tile would not fit into the registers.
     Vector load(const uint8_t* line, int64_t vector) const {
         const __m256i* from = (const __m256i*)line + vector;
         Integers pairs = (Integers)_mm512_cvtepu16_epi32(_mm256_loadu_si256(from));
-        // The lowest bits become code + 128.
+        // Inverting the sign adds 128.
         Vector even = (Vector)((pairs & 0xFF) ^ (NO_FRACTION | 0x80)) - zeros[vector];
         Vector odd = (Vector)((pairs >> 8) ^ (NO_FRACTION | 0x80)) - zeros[vector];
         Codes order;
@@ -70,15 +76,16 @@ struct Centered<8> {
 };
 
 template <>
-struct Centered<16> {  // what another tile has stored
+struct Centered<16> {  // loads what the first tile has kept
     explicit Centered(const Block&) {}
 
     Vector load(const uint8_t* line, int64_t vector) const {
-        return (Vector)_mm512_load_si512(line + vector * sizeof(Vector));
+        return (Vector)_mm512_loadu_si512(line + vector * sizeof(Vector));
     }
 };
 
-// The order of a sum does not depend on the number of rows.
+// All tiles use the same numbers in the same order, so the result for a row does not depend on the
+// other rows.
 class QuantizedRows {
     Buffer<T> memory;
     T* numbers;  // [num_blocks, num_rows, BLOCK], where a block has whole groups
@@ -86,7 +93,7 @@ class QuantizedRows {
     int64_t num_groups;
     int64_t groups_per_block;
     alignas(64) float sums[MAX_ROWS * WIDTH];
-    alignas(64) T centered[BLOCK * WIDTH];
+    alignas(64) T kept[BLOCK * WIDTH];  // codes of a block, in the order of its lines
 
 public:
     Weight weight;
@@ -97,7 +104,8 @@ public:
         num_groups = round_up(in_features, group_size) / group_size;
         groups_per_block = BLOCK / group_size;
         int64_t step = groups_per_block * group_size;
-        T* to = numbers = memory.get(round_up(in_features, step) / step * num_rows * BLOCK);
+        numbers = memory.get(round_up(in_features, step) / step * num_rows * BLOCK);
+        T* to = numbers;
         for (int64_t start = 0; start < in_features; start += step)
             for (int64_t row = 0; row < num_rows; row++, to += BLOCK) {
                 int64_t size = std::min(step, in_features - start);
@@ -133,12 +141,12 @@ private:
             float* sum = sums;
             for (int64_t tile = 0; tile < num_tiles; tile++) {
                 int64_t size = tile < num_larger_tiles ? rows_per_tile + 1 : rows_per_tile;
-                auto multiply = tile > 0         ? find_tile<16, false, ROWS>(size)
-                                : num_tiles == 1 ? find_tile<BITS, false, ROWS>(size)
-                                                 : find_tile<BITS, true, ROWS>(size);
+                auto multiply = tile > 0        ? find_tile<16, false, ROWS>(size)
+                                : num_tiles > 1 ? find_tile<BITS, true, ROWS>(size)
+                                                : find_tile<BITS, false, ROWS>(size);
                 for (int64_t group = 0; group < num; group++) {
                     multiply(Block(blocks + group * block_size), group_size, x + group * group_size,
-                             sum, centered + group * group_size * WIDTH, next, bytes_per_line);
+                             sum, kept + group * group_size * WIDTH, next, bytes_per_line);
                     next += bytes_per_line * (group_size / 2);
                 }
                 x += size * BLOCK;
@@ -149,8 +157,10 @@ private:
 
     using MultiplyTile = void(const Block&, int64_t, const T*, float*, T*, const uint8_t*, int64_t);
 
-    // Multiply M rows by a block, and add the products to `sums`. Meanwhile prefetch from `next`, a
-    // few bytes for every line of the block, because a core can have few cache lines in flight.
+    // Multiply M rows by a block, and add the products to `sums`. Read the codes from `kept` if
+    // they have 16 bits, and otherwise write them there if the tile KEEPS them. Meanwhile prefetch
+    // from `next`, a few bytes for every line of the block, because a core can have few cache lines
+    // in flight.
     template <int BITS, bool KEEPS, int M>
     static void multiply_tile(const Block& block, int64_t group_size, const T* x, float* sums,
                               T* kept, const uint8_t* next, int64_t bytes_per_line) {
@@ -158,6 +168,7 @@ private:
         const uint8_t* line = BITS == 16 ? (const uint8_t*)kept : block.codes;
         Centered<BITS> codes(block);
         Vector tile[M][V] = {};
+        // Inlined and unrolled, because gcc would otherwise keep the tile in memory.
         auto multiply_line = [&](auto is_last) __attribute__((always_inline)) {
             __builtin_prefetch(next);
             next += bytes_per_line;
@@ -165,33 +176,36 @@ private:
             Vector scales[V];
             for (int64_t column = 0; column < V; column++) {
                 columns[column] = codes.load(line, column);
-                if (KEEPS) memcpy(kept + column * PAIR * LANES, &columns[column], sizeof(Vector));
                 if (is_last) scales[column] = load(block.scales + column * LANES);
+                if (KEEPS) memcpy(kept + 2 * LANES * column, &columns[column], sizeof(Vector));
             }
-            line += PAIR * WIDTH * BITS / 8;
-            kept += PAIR * WIDTH;
-            // Unrolled, because gcc would otherwise spill the tile.
+            line += 2 * WIDTH * BITS / 8;
+            if (KEEPS) kept += 2 * WIDTH;
 #pragma GCC unroll 12
             for (int64_t m = 0; m < M; m++) {
                 Pair pair;
                 memcpy(&pair, x + m * BLOCK, sizeof pair);
                 for (int64_t column = 0; column < V; column++)
                     tile[m][column] = add_products(tile[m][column], pair, columns[column]);
-                if (!is_last) continue;
-                for (int64_t column = 0; column < V; column++) {
-                    float* sum = sums + m * WIDTH + column * LANES;
-                    __m512 total = _mm512_fmadd_ps((__m512)tile[m][column],
-                                                   (__m512)scales[column], _mm512_loadu_ps(sum));
-                    _mm512_storeu_ps(sum, total);
-                }
-                // Keeps gcc from collecting the stores, which take two cycles each, behind the
-                // products.
-                asm volatile("" ::: "memory");
+                if (is_last) add(tile[m], scales, sums + m * WIDTH);
             }
-            x += PAIR;
+            x += 2;
         };
-        for (int64_t i = PAIR; i < group_size; i += PAIR) multiply_line(std::false_type());
+        for (int64_t i = 2; i < group_size; i += 2) multiply_line(std::false_type());
         multiply_line(std::true_type());
+    }
+
+    // Add the products of a group to the sums of a row.
+    static void add(const Vector* products, const Vector* scales, float* sums) {
+        for (int64_t i = 0; i < VECTORS_PER_LINE; i++) {
+            float* sum = sums + i * LANES;
+            // An intrinsic, so that all tiles round alike.
+            __m512 total = _mm512_fmadd_ps((__m512)products[i], (__m512)scales[i],
+                                           _mm512_loadu_ps(sum));
+            _mm512_storeu_ps(sum, total);
+        }
+        // Stores take two cycles each. gcc must not collect them behind the products of all rows.
+        asm volatile("" ::: "memory");
     }
 
     // Return multiply_tile for 1 to M rows.
