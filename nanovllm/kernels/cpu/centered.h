@@ -93,7 +93,7 @@ class QuantizedRows {
     int64_t num_groups;
     int64_t groups_per_block;
     alignas(64) float sums[MAX_ROWS * WIDTH];
-    alignas(64) T kept[BLOCK * WIDTH];  // codes of a block, in the order of its lines
+    alignas(64) T kept[BLOCK * WIDTH];  // codes of a block, line by line
 
 public:
     Weight weight;
