@@ -6,10 +6,10 @@
 // The differences are exact in bfloat16, which holds all integers up to 256. Inputs are multiplied
 // as they are, so only sums are rounded, as in float32.
 //
-// Converting codes takes as many instructions as multiplying several rows. The first tile of rows
-// therefore keeps the converted codes of BLOCK inputs in the L1 cache for the other tiles. While
-// the products of a tile occupy two of the processor's vector units, the others convert codes, so
-// this is done neither for a single tile nor before the first one.
+// Converting a line of codes takes as many instructions as multiplying several rows by it. The first
+// tile of rows therefore keeps the converted codes of BLOCK inputs in the L1 cache for the other
+// tiles. Codes are converted in the loop that multiplies them and not in a loop before it, because
+// the processor has vector units that do not multiply and would otherwise be idle.
 #pragma once
 #include "quantized.h"
 #include "rows.h"
@@ -35,8 +35,8 @@ struct Centered<4> {
         }
     }
 
-    // Zeros are from 0 to 16, so differences are from -16 to 15. They are the indices of a table,
-    // modulo 32.
+    // Zeros are from 0 to 16 in all formats that checkpoints/ reads, so differences are from -16 to
+    // 15. They are the indices of a table, modulo 32.
     Vector load(const uint8_t* line, int64_t vector) const {
         constexpr Integers TABLE = {
             // The upper halves of two floats in each number.
