@@ -6,10 +6,10 @@
 // The differences are exact in bfloat16, which holds all integers up to 256. Inputs are multiplied
 // as they are, so only sums are rounded, as in float32.
 //
-// Converting a line of codes takes as many instructions as multiplying several rows by it. The first
-// tile of rows therefore keeps the converted codes of BLOCK inputs in the L1 cache for the other
-// tiles. Codes are converted in the loop that multiplies them and not in a loop before it, because
-// the processor has vector units that do not multiply and would otherwise be idle.
+// Converting a line of codes takes as many instructions as multiplying several rows by it. The
+// first tile of rows therefore keeps the converted codes of BLOCK inputs in the L1 cache for the
+// other tiles. Codes are converted in the loop that multiplies them and not in a loop before it,
+// because the processor has vector units that do not multiply and would otherwise be idle.
 #pragma once
 #include "quantized.h"
 #include "rows.h"
