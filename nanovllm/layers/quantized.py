@@ -55,7 +55,7 @@ class QuantizedWeight(nn.Module):
 
     codes: Tensor  # uint8 [..., out_features, bytes of a row], of two 4-bit codes the first is low
     scales: Tensor  # float32 [..., out_features, num_groups]
-    zeros: Tensor  # int16 [..., out_features, num_groups]
+    zeros: Tensor  # int16 [..., out_features, num_groups], from 0 to 2^bits
 
     def __init__(
         self,

@@ -25,6 +25,7 @@ from nanovllm.layers import attention as torch_backend
 from nanovllm.layers.quantized import QuantizedWeight, Scheme
 from nanovllm.layers.tensor_parallel import ALONE
 from nanovllm.models.moe import Experts
+from nanovllm.utils.arithmetic import cdiv
 
 pytestmark = needs_compiler
 SCHEMES = [INT8, INT4, Scheme(4, 32), Scheme(4, 96), Scheme(8, 64)]
@@ -66,6 +67,40 @@ def test_products_are_those_of_the_dequantized_weight(in_features, out_features,
             rounding = (expected.to(dtype) - expected).norm()
             is_rounded_once.append((output - expected).norm() <= 1.1 * rounding)
         assert any(is_rounded_once)
+
+
+# The last rows of 512, which are several passes. Further rows make another tile, up to three tiles
+# of 12 or six of 6, or let a block of codes be converted once for all tiles.
+ROW_COUNTS = (1, 2, 5, 6, 7, 12, 13, 24, 25, 36, 37, 48, 49, 70, 150, 511)
+
+
+@all_dtypes
+@all_schemes
+def test_a_row_does_not_depend_on_the_other_rows(scheme, dtype):
+    prepacked = PrepackedWeight(make_weight(70, 1030, scheme, dtype))
+    x = torch.randn(512, 1030).to(dtype)
+    # Of the last row, this leaves what a 16-bit dtype would otherwise round.
+    bias = -prepacked.multiply(x[-1:])[0]
+    output = prepacked.multiply(x, bias)
+    for num_rows in ROW_COUNTS:
+        assert torch.equal(prepacked.multiply(x[-num_rows:], bias), output[-num_rows:])
+
+
+@all_dtypes
+@pytest.mark.parametrize("zero", [0, 5, 16])
+def test_all_differences_of_codes_and_zeros_are_exact(zero, dtype):
+    """Each input selects a column of codes, and the result needs no rounding."""
+    for scheme, size in ((Scheme(4, 32), 16), (Scheme(8, 32), 256)):
+        codes = torch.arange(size, dtype=torch.uint8).expand(32, -1).contiguous()
+        zeros = torch.full((32, cdiv(size, 32)), zero * size // 16)
+        weight = QuantizedWeight.from_codes(
+            scheme, dtype, codes, torch.full_like(zeros, 0.5, dtype=torch.float32), zeros
+        )
+        x = torch.eye(size, dtype=dtype)
+        expected = (torch.arange(size) - zero * size // 16) / 2
+        for num_rows in (1, size):
+            output = PrepackedWeight(weight).multiply(x[-num_rows:])
+            assert torch.equal(output, expected[-num_rows:, None].to(dtype).expand(-1, 32))
 
 
 @all_dtypes

@@ -10,7 +10,11 @@
     (defined(__SSE2__) && !defined(__AVX__))
 #define MULTIPLIES_PAIRS  // of 16-bit integers, in whole vectors
 #endif
-#if defined(T_IS_16_BITS) && defined(MULTIPLIES_PAIRS) && !defined(USE_AMX)
+#if defined(USE_AMX)
+#include "dequantized.h"
+#elif defined(IN_PAIRS)
+#include "centered.h"
+#elif defined(T_IS_16_BITS) && defined(MULTIPLIES_PAIRS)
 #include "planes.h"
 #else
 #include "dequantized.h"

@@ -9,8 +9,9 @@
 // and arrays whose length is known at run time. Reading order:
 //
 //     common.h  team.h  layers.h  decode.h
-//     panels.h  rows.h (amx.h or plain.h)  quantized.h  planes.h or dequantized.h  gemm.h
-//     experts.h  prefill.h  fused_layers.h  gated_delta.h  delta_layer.h  sampler.h  loading.h
+//     panels.h  rows.h (amx.h or plain.h)  quantized.h  centered.h, planes.h or dequantized.h
+//     gemm.h  experts.h  prefill.h  fused_layers.h  gated_delta.h  delta_layer.h  sampler.h
+//     loading.h
 #include "delta_layer.h"
 #include "experts.h"
 #include "fused_layers.h"

@@ -1,7 +1,8 @@
 // Multiplies rows of x by a panel of a quantized weight, in integers, because converting codes to
-// floats would take longer than multiplying them. One instruction multiplies two inputs by two
-// codes for each sum of a vector. Each group of inputs of a row becomes planes of integers of 16
-// bits, with a scale that is a power of two:
+// floats would take longer than multiplying them. This is for 16-bit dtypes, except for bfloat16 on
+// processors that multiply pairs of it. One instruction multiplies two inputs by two codes for each
+// sum of a vector. Each group of inputs of a row becomes planes of integers of 16 bits, with a
+// scale that is a power of two:
 //
 //     x = scale * (plane 0 + plane 1 / 2^15 + plane 2 / 2^30)
 //
@@ -13,7 +14,8 @@
 //
 // The difference is an exact integer. Most numbers are exact in plane 0, so of the further planes
 // often only the pairs that are not zero are multiplied. Groups and planes are added in order, so
-// the result for a row does not depend on the other rows.
+// the result for a row does not depend on the other rows. The first tile of rows keeps the codes of
+// a block, widened to 16 bits, for the other tiles.
 #pragma once
 #include "quantized.h"
 #include "rows.h"
@@ -46,6 +48,7 @@ class QuantizedRows {
     int64_t num_rows;
     int64_t num_groups;
     alignas(64) float sums[MAX_ROWS * WIDTH];
+    alignas(64) int16_t kept[MAX_GROUP_SIZE * WIDTH];  // codes of a block, line by line
 
 public:
     Weight weight;
@@ -152,7 +155,9 @@ private:
             int64_t row = 0;
             for (int64_t tile = 0; tile < num_tiles; tile++) {
                 int64_t size = tile < num_larger_tiles ? rows_per_tile + 1 : rows_per_tile;
-                auto multiply = find_tile<BITS, ROWS>(size);
+                auto multiply = tile > 0        ? find_tile<16, false, ROWS>(size)
+                                : num_tiles > 1 ? find_tile<BITS, true, ROWS>(size)
+                                                : find_tile<BITS, false, ROWS>(size);
                 (this->*multiply)(block, planes[0], group, row, 1, next, bytes_per_line);
                 float unit = 1;
                 for (int64_t plane = 1; plane < NUM_PLANES; plane++) {
@@ -200,9 +205,10 @@ private:
     using MultiplyTile = void (QuantizedRows::*)(const Block&, const Plane&, int64_t, int64_t,
                                                  float, const uint8_t*, int64_t);
 
-    // Multiply M rows of a plane by a block. Meanwhile prefetch from `next`, a few bytes for every
-    // line of the block, because a core can have few cache lines in flight.
-    template <int BITS, int M>
+    // Multiply M rows of a plane by a block. Read the codes from `kept` if they have 16 bits, and
+    // otherwise write them there if the tile KEEPS them. Meanwhile prefetch from `next`, a few
+    // bytes for every line of the block, because a core can have few cache lines in flight.
+    template <int BITS, bool KEEPS, int M>
     void multiply_tile(const Block& block, const Plane& plane, int64_t group, int64_t row,
                        float unit, const uint8_t* next, int64_t bytes_per_line) {
         // Few rows leave registers for more vectors.
@@ -212,13 +218,16 @@ private:
         const int16_t* x = plane.codes + (group * num_rows + row) * group_size;
         for (int64_t first = 0; first < VECTORS_PER_LINE; first += V) {
             Integers tile[M][V] = {};
-            const uint8_t* line = block.codes;
+            const uint8_t* line = BITS == 16 ? (const uint8_t*)kept : block.codes;
             for (int64_t i = 0; i < group_size; i += 2) {
                 __builtin_prefetch(next);
                 next += step;
                 Codes codes[V];
-                for (int64_t column = 0; column < V; column++)
+                for (int64_t column = 0; column < V; column++) {
                     codes[column] = load_codes<BITS>(line, first + column);
+                    int16_t* to = kept + i * WIDTH + (first + column) * 2 * LANES;
+                    if (KEEPS) memcpy(to, &codes[column], sizeof(Codes));
+                }
                 for (int64_t m = 0; m < M; m++) {
                     int32_t pair;
                     memcpy(&pair, x + m * group_size + i, sizeof pair);
@@ -257,10 +266,10 @@ private:
     }
 
     // Return multiply_tile for 1 to M rows.
-    template <int BITS, int M>
+    template <int BITS, bool KEEPS, int M>
     static MultiplyTile find_tile(int64_t num) {
         if constexpr (M > 1)
-            if (num < M) return find_tile<BITS, M - 1>(num);
-        return &QuantizedRows::multiply_tile<BITS, M>;
+            if (num < M) return find_tile<BITS, KEEPS, M - 1>(num);
+        return &QuantizedRows::multiply_tile<BITS, KEEPS, M>;
     }
 };

@@ -1,5 +1,5 @@
-// The panels of quantized weights. layers/quantized.py specifies the numbers. planes.h and
-// dequantized.h multiply rows of x by such a panel.
+// The panels of quantized weights. layers/quantized.py specifies the numbers. centered.h, planes.h
+// and dequantized.h multiply rows of x by such a panel. gemm.h includes one of them.
 //
 // A panel has a block for every group of inputs, and the blocks follow each other in memory:
 //
@@ -38,12 +38,14 @@ struct Block {
     }
 };
 
-// Load a vector of a line.
+// Load a vector of a line, whose codes can have been widened to 16 bits.
 template <int BITS>
 static Codes load_codes(const uint8_t* line, int64_t vector) {
     constexpr int64_t NUM = 2 * LANES;
     Codes codes;
-    if constexpr (BITS == 8) {
+    if constexpr (BITS == 16) {
+        memcpy(&codes, line + vector * sizeof codes, sizeof codes);
+    } else if constexpr (BITS == 8) {
         // gcc would widen in two halves.
 #if defined(__AVX512BW__)
         return (Codes)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)line + vector));
