@@ -59,7 +59,6 @@ EVENINGS = (
             "nanovllm.engine.scheduler:Scheduler._is_still_blocked",
         ),
         functions=(
-            "nanovllm.engine.sequence:Sequence.check_end",
             "nanovllm.engine.scheduler:Scheduler.reset",
             "nanovllm.engine.scheduler:Scheduler.schedule",
             "nanovllm.engine.scheduler:Scheduler.plan",
@@ -70,11 +69,12 @@ EVENINGS = (
             "nanovllm.engine.scheduler:Scheduler._schedule_tokens",
             "nanovllm.engine.scheduler:Scheduler.preempt",
             "nanovllm.engine.scheduler:Scheduler.postprocess",
+            "nanovllm.engine.sequence:Sequence.check_end",
             "nanovllm.engine.scheduler:Scheduler.finish",
             "nanovllm.engine.scheduler:Scheduler._release",
             "nanovllm.engine.scheduler:PrefillFirstScheduler.plan",
         ),
-        tests=("tests/engine/test_scheduler.py",),
+        tests=("tests/engine/test_scheduler.py", "tests/engine/test_scheduled_sequences.py"),
         exercise=2,
     ),
     Evening(
@@ -84,8 +84,8 @@ EVENINGS = (
         scene="step 3 of timeline.html: which blocks are shared, cached, or duplicates",
         reading=("nanovllm/engine/block_manager.py",),
         functions=(
-            "nanovllm.engine.block_manager:BlockManager.compute_hash",
             "nanovllm.engine.block_manager:BlockManager._tokens",
+            "nanovllm.engine.block_manager:BlockManager.compute_hash",
             "nanovllm.engine.block_manager:BlockManager._hash",
             "nanovllm.engine.block_manager:BlockManager.cache_block",
             "nanovllm.engine.block_manager:BlockManager.cache_full_blocks",

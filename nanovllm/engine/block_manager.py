@@ -71,8 +71,9 @@ class BlockManager:
     def compute_hash(cls, token_ids: list[int], prefix: int = -1) -> int:
         """Hash a block's tokens, chained to the 128-bit hash of the block before it.
 
-        The chain of an engine starts at its root_hash. The prefix is hashed as data, so that all
-        its bits count. It is also the seed, because xxh3 has known collisions for a known seed.
+        The chain of an engine starts at its root_hash. The prefix is hashed as data (16 bytes,
+        before the tokens as int32), so that all its bits count. It is also the seed, because xxh3
+        has known collisions for a known seed. Prefix -1 is none.
         """
         prefix_bytes = (prefix % 2**128).to_bytes(16, "little")
         data = prefix_bytes + array("i", token_ids).tobytes()
@@ -165,7 +166,10 @@ class BlockManager:
             self.cache_block(seq, index, seq.block_table[index])
 
     def cache_block(self, seq: Sequence, index: int, block_id: int) -> None:
-        """Let other sequences find the block that has the K/V of block `index` of `seq`."""
+        """Let other sequences find the block that has the K/V of block `index` of `seq`.
+
+        If its hash is in the cache already, the block stays an uncached duplicate.
+        """
         if not self.enable_prefix_caching:
             return
         block_hash = self._hash(seq, index)
@@ -213,7 +217,8 @@ class BlockManager:
     def _refresh_cached_copy(self, seq: Sequence, index: int) -> None:
         """Move the cached copy of a released duplicate to the end of the eviction order.
 
-        Otherwise the copy could be evicted before its successors, and these could not be hit.
+        Otherwise the copy could be evicted before its successors, and these could not be hit. An
+        unfinished block has no copy, and no hash in `block_hashes`.
         """
         if index < len(seq.block_hashes):
             cached_id = self.hash_to_block_id.get(seq.block_hashes[index])
@@ -225,7 +230,7 @@ class BlockManager:
         return seq.token_ids[start : start + self.block_size]
 
     def _hash(self, seq: Sequence, index: int) -> int:
-        """Return the chained hash of a full block of `seq`."""
+        """Return the chained hash of a full block of `seq`, and keep it in `block_hashes`."""
         hashes = seq.block_hashes
         while len(hashes) <= index:
             prefix = hashes[-1] if hashes else self.root_hash

@@ -64,7 +64,7 @@ class Extension:
     def limit_tokens(self, seq: Sequence, num_tokens: int) -> int:
         """Return how many of the tokens that fit into the step are scheduled.
 
-        Not called for a decode within a block, because that is the scheduler's fast path.
+        The scheduler's fast path, a decode within a block, skips this point.
         """
         for each in self.features:
             num_tokens = each.limit_tokens(seq, num_tokens)
@@ -73,8 +73,8 @@ class Extension:
     def scheduled(self, seq: Sequence) -> None:
         """The tokens of a chunk are chosen, and the blocks that they make full are cached.
 
-        Sequences that are admitted later in this step can share these blocks. Not called for a
-        decode within a block, like limit_tokens.
+        Sequences that are admitted later in this step can share these blocks. A decode within a
+        block skips this point, like limit_tokens.
         """
         for each in self.features:
             each.scheduled(seq)

@@ -150,7 +150,10 @@ class Scheduler:
             budget = self._schedule_tokens(seq, budget, scheduled)
 
     def _admit(self, seq: Sequence, budget: int) -> bool:
-        """Move `seq` from `waiting` to `running` if there are blocks for all its tokens."""
+        """Move `seq` from `waiting` to `running` if there are blocks for all its tokens.
+
+        If they are missing, `blocked` remembers what was searched. An admission clears it.
+        """
         if self._is_still_blocked(seq):
             return False
         found = self.block_manager.find_prefix(seq)
@@ -232,8 +235,9 @@ class Scheduler:
     def postprocess(self, seqs: list[Sequence], sampled: list[list[int]]) -> None:
         """Record a computed step: append the sampled tokens and finish sequences.
 
-        `sampled` has the new tokens of each sequence, none for a partially prefilled one.
-        Token -1 stands for logits that are NaN.
+        `sampled` has the new tokens of each sequence, none for a partially prefilled one. The point
+        `sampled` comes first. It returns the valid tokens, and may lower num_scheduled_tokens.
+        Token -1 stands for logits that are NaN. It is not appended, and ends the sequence.
         """
         sampled = self.extensions.sampled(seqs, sampled)
         for seq, token_ids in zip(seqs, sampled, strict=True):
@@ -254,7 +258,10 @@ class Scheduler:
         self.extensions.recorded(seqs)
 
     def finish(self, seq: Sequence, reason: FinishReason) -> None:
-        """Finish a waiting or running sequence. Not allowed while a step computes it."""
+        """Finish a waiting or running sequence. Not allowed while a step computes it.
+
+        After an interrupt the sequence may be in neither queue.
+        """
         if reason == "error":  # its K/V may be NaN, and no other sequence must reuse them
             for block_id in seq.block_table:
                 self.block_manager.uncache(block_id)
@@ -266,6 +273,7 @@ class Scheduler:
         self.extensions.finished(seq, reason)
 
     def _release(self, seq: Sequence) -> None:
+        """Take a running sequence out of `running`, with its blocks, lane and computed tokens."""
         self.extensions.releasing(seq)
         self.running.remove(seq)
         self.block_manager.release(seq)
@@ -275,7 +283,10 @@ class Scheduler:
 
 
 class PrefillFirstScheduler(Scheduler):
-    """Steps of whole prompts or of decodes. New prompts are not split."""
+    """Steps of whole prompts or of decodes.
+
+    Only a recomputation that is longer than a step is split, and only if it is first in its step.
+    """
 
     title = "prefill first"
     splits_prompts = False

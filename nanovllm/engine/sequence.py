@@ -67,7 +67,10 @@ class Sequence:
         self.is_decode = False  # all that was missing is the newest generated token
 
     def check_end(self) -> FinishReason | None:
-        """Return why the newest token ends the sequence, or None if it does not."""
+        """Return why the newest token ends the sequence, or None if it does not.
+
+        A stop token counts only after the first `min_tokens` generated ones.
+        """
         num_tokens = len(self.token_ids)
         if self.token_ids[-1] in self.stop_token_ids and num_tokens > self.min_num_tokens:
             return "stop"

@@ -224,3 +224,23 @@ def test_random_life(data, num_blocks, manager_class):
             for index, block_id in enumerate(seq.block_table):
                 contents[block_id] = seq.token_ids[: (index + 1) * BLOCK_SIZE]
         check(manager, live)
+
+
+def test_a_released_part_of_a_block_leaves_no_hash():
+    manager = BlockManager(8, BLOCK_SIZE)
+    seq = serve(manager, 1, 2, 3)
+    manager.release(seq)
+    seq.num_computed_tokens = 2
+    seq.token_ids += [4, 5]
+    assert admit(manager, seq)
+    assert len(find_hits(manager, 1, 2, 3, 4, 5)) == 2
+
+
+def test_nothing_is_hit_without_prefix_caching():
+    manager = BlockManager(8, BLOCK_SIZE, enable_prefix_caching=False)
+    serve(manager, 1, 2, 3)
+    assert find_hits(manager, 1, 2, 3) == []
+
+
+def test_a_chain_can_begin_without_a_hash():
+    assert BlockManager.compute_hash([1, 2]) != BlockManager.compute_hash([1, 2], prefix=0)

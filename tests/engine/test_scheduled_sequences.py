@@ -1,0 +1,78 @@
+"""What a step does to a sequence besides its number of tokens, and when features learn of it."""
+
+from test_scheduler import make_scheduler, make_sequence, run_step, run_steps
+
+from nanovllm import SamplingParams
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.extension import Extension
+from nanovllm.engine.scheduler import PrefillFirstScheduler, Scheduler
+from nanovllm.engine.sequence import Sequence
+
+POINTS = (
+    "begin_step limit_prefix may_start admitted limit_tokens scheduled planned sampled releasing"
+    " finished recorded"
+).split()
+
+
+class Recorder(Extension):
+    """Remembers the calls of all points of the scheduler."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __getattribute__(self, name):
+        if name in POINTS:
+            self.calls.append(name)
+        return super().__getattribute__(name)
+
+
+def test_the_points_of_a_step_are_called_in_their_order():
+    recorder = Recorder()
+    scheduler = Scheduler(BlockManager(8, 4), 4, 16, [recorder])
+    scheduler.add(make_sequence(0, prompt_len=3, max_tokens=1))
+    run_step(scheduler)
+    assert recorder.calls == POINTS
+
+
+def test_nan_ends_a_sequence_and_its_blocks_are_not_reused():
+    scheduler = make_scheduler()
+    seq = make_sequence(0, prompt_len=5, max_tokens=4)
+    scheduler.add(seq)
+    scheduler.postprocess(scheduler.schedule(), [[-1]])
+    assert seq.finish_reason == "error"
+    assert len(seq.token_ids) == 5
+    assert scheduler.block_manager.hash_to_block_id == {}
+
+
+def test_a_stop_token_ends_a_sequence_after_min_tokens():
+    scheduler = make_scheduler()
+    params = SamplingParams(min_tokens=2, max_tokens=3)
+    seq = Sequence(0, [1], params, stop_token_ids=frozenset([7]))
+    scheduler.add(seq)
+    for _ in range(3):
+        assert seq.finish_reason is None
+        run_step(scheduler)
+    assert seq.finish_reason == "stop"
+
+
+def test_running_sequences_have_different_lanes():
+    scheduler = make_scheduler(max_num_seqs=2)
+    for seq_id in range(3):
+        scheduler.add(make_sequence(seq_id, prompt_len=1, max_tokens=1 + 3 * seq_id))
+    scheduler.schedule()
+    assert [seq.lane for seq in scheduler.running] == [0, 1]
+
+
+def test_prefill_first_splits_a_recomputation_only_if_it_is_first_in_a_step():
+    scheduler = make_scheduler(PrefillFirstScheduler, budget=8)
+    seqs = [make_sequence(seq_id, prompt_len=5, max_tokens=9) for seq_id in range(2)]
+    for seq in seqs:
+        scheduler.add(seq)
+    assert run_steps(scheduler, 2) == [{0: 5}, {1: 5}]
+    scheduler.block_manager.enable_prefix_caching = False
+    for seq in reversed(seqs):
+        for block_id in seq.block_table:
+            scheduler.block_manager.uncache(block_id)
+        scheduler.preempt(seq)
+    assert run_steps(scheduler, 2) == [{0: 6}, {1: 6}]
