@@ -5,7 +5,8 @@ from threading import Event, Thread
 import psutil
 
 INTERVAL = 0.05  # seconds between two samples, each of which takes less than 0.1 ms a process
-PEAK_MEMORY = "peak_anonymous_mb"  # the name of the figure, in 10^6 bytes
+# The name of the figure, in 10^6 bytes. All engines are in one process, so it is that of all.
+PEAK_MEMORY = "process_peak_anonymous_mb"
 
 
 class PeakMemory:

@@ -22,6 +22,7 @@ from nanovllm.sampling_params import SamplingParams
 
 # Budgets of policies that split prompts: one that keeps steps short, and the default of LLM.
 TOKEN_BUDGETS = (128, Config.max_num_batched_tokens)
+SUFFIXES = (".png", ".svg", ".pdf")  # of --output
 
 
 @dataclass(frozen=True)
@@ -129,13 +130,18 @@ def check_arguments(args: argparse.Namespace, workload: Workload) -> None:
         raise ValueError(f"--output needs --request-rate or --workload {DEPTH}")
     if args.output and find_spec("matplotlib") is None:
         raise ValueError("--output needs matplotlib: pip install 'nanovllm[plot]'")
+    if args.output and Path(args.output).suffix not in SUFFIXES:
+        raise ValueError(f"--output {args.output}: its suffix must be one of {', '.join(SUFFIXES)}")
+    if args.output and not Path(args.output).parent.is_dir():
+        raise ValueError(f"--output {args.output}: its folder does not exist, make it")
     cause = f"--workload {args.workload}"
     chosen = {name for options in workload.variants.values() for name in options}
     if args.request_rate:
         cause = "--request-rate"
         chosen = {"policy", "enable_chunked_prefill"}
     if args.engine != ["nanovllm"] and (chosen or len(workload.models) > 1):
-        raise ValueError(f"{cause} measures only nanovllm: leave out --engine")
+        engines = " ".join(args.engine)
+        raise ValueError(f"{cause} measures only nanovllm: leave out --engine {engines}")
     for name in chosen & dict(args.set).keys():
         raise ValueError(f"{cause} sets {name}: leave it out of --set")
 

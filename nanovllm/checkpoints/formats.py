@@ -63,7 +63,10 @@ class FP8(Format):
         name = f"{layer}.weight"
         weight = files.open(name, shape, ["F8_E4M3"])
         if isinstance(weight, StackedMatrix) and weight.rows.start % FP8_BLOCK != 0:
-            raise ValueError(f"{files.locate(name)} has blocks with rows of gate_proj and up_proj")
+            raise ValueError(
+                f"{files.locate(name)} has blocks with rows of both gate_proj and up_proj, because"
+                f" moe_intermediate_size is no multiple of {FP8_BLOCK}: store experts singly"
+            )
         num_blocks = [cdiv(size, FP8_BLOCK) for size in shape]
         factors = files.read(f"{layer}.{self.marker}", num_blocks).float()
         for dim, size in enumerate(shape):

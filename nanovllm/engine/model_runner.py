@@ -63,7 +63,7 @@ class ModelRunner:
         self.num_lanes = worker.num_lanes
         # The block tables of all lanes, so that a decode need not copy its whole table.
         self.block_tables = np.zeros((self.num_lanes, worker.block_table_width), np.int32)
-        # Those of the second pool, if there is one. An extension writes them.
+        # Those of the second pool, if there is one. features/windows.py writes and resets them.
         self.window_tables = np.zeros_like(self.block_tables) if worker.num_window_blocks else None
 
     def forward(self, seqs: list[Sequence]) -> Tensor:
@@ -147,7 +147,7 @@ class ModelRunner:
 
 
 def flatten(seqs: list[Sequence]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Return the sequence of each token, 0 0 0 1 2 2 in batch.py, and arrays of a Batch."""
+    """Return the sequence of each token, 0 0 0 1 2 2 in batch.py, and int32 arrays of a Batch."""
     input_ids: list[int] = []
     for seq in seqs:
         start = seq.num_computed_tokens
@@ -180,7 +180,7 @@ def flatten_decodes(seqs: list[Sequence]) -> tuple[np.ndarray, dict[str, np.ndar
         "positions": np.array(positions, np.int32),
         "cu_seqlens_q": cu_seqlens_q,
         "logits_indices": np.array(logits_indices, np.int32),
-        "prefills": seq_index[:0],
+        "prefills": np.empty(0, np.int32),
     }
 
 

@@ -20,7 +20,7 @@ from nanovllm.utils.terminal import report
 
 
 def speed_up_loading(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Replace the weights that are quantized while they are loaded, before they are."""
+    """Replace the weights that quantize what is copied into them. Called before loading."""
     kinds = find_optimized_layers(device.type, dtype)
     for weight in model.modules():
         if type(weight) is QuantizedWeight:

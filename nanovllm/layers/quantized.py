@@ -156,17 +156,10 @@ class QuantizedWeight(nn.Module):
                 part.copy_(given)
             return
         rows_at_once = max(1, _CHUNK // self.in_features)
-        num_threads = torch.get_num_threads()
-        # Several would wait for each other after each of many small operations, also for a thread
-        # whose core another process uses.
-        torch.set_num_threads(1)
-        try:
-            for start in range(0, len(source), rows_at_once):
-                rows = slice(start, start + rows_at_once)
-                part = source[rows].to(self.codes.device)
-                self[rows].copy_(QuantizedWeight.quantize(part, self.scheme))
-        finally:
-            torch.set_num_threads(num_threads)
+        for start in range(0, len(source), rows_at_once):
+            rows = slice(start, start + rows_at_once)
+            part = source[rows].to(self.codes.device)
+            self[rows].copy_(QuantizedWeight.quantize(part, self.scheme))
 
 
 def multiply(x: Tensor, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> Tensor:

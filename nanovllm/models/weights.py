@@ -152,7 +152,7 @@ def init_dummy_weights(model: nn.Module, seed: int) -> None:
     """
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed % 2**64)
-    numbers = torch.empty(_NUM_DUMMIES, device=device)
+    numbers = torch.empty(_NUM_DUMMIES, dtype=torch.float32, device=device)
     numbers = numbers.normal_(0.0, 0.02, generator=generator).repeat(2)
     start = 0
     for name, parts in _find_targets(model).items():

@@ -342,7 +342,7 @@ def test_stacked_experts_that_share_a_block_are_rejected(tmp_path):
     make_family(tmp_path, "qwen3-moe", moe_intermediate_size=200)
     convert_to_fp8(tmp_path)
     edit_weights(tmp_path, stack_fp8_experts)
-    complaint = "gate_up_proj in .* has blocks with rows of gate_proj and up_proj"
+    complaint = "gate_up_proj in .* has blocks with rows of both gate_proj and up_proj"
     with pytest.raises(ValueError, match=complaint):
         load(tmp_path)
 

@@ -42,6 +42,7 @@ from nanovllm.models.decoder import MLP, Attention, DecoderLayers, DecoderSpec
 from nanovllm.models.gemma3 import Gemma3Spec
 from nanovllm.models.olmo import OlmoSpec
 from nanovllm.models.weights import load_checkpoint
+from nanovllm.utils.packing import copy_to
 
 
 @needs_compiler
@@ -66,7 +67,7 @@ def test_one_call_for_all_layers_matches_plain_layers(tmp_path, monkeypatch, sha
     batches = []
 
     def record(batch):
-        batches.append(deepcopy(batch))
+        batches.append(copy_to(deepcopy(batch), CPU))
         return compute(batch)
 
     monkeypatch.setattr(worker, "compute", record)

@@ -6,10 +6,10 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
-from conftest import generate_ids
+from conftest import generate_ids, greedy
 from front_helpers import PROMPTS, interrupt_in
 
-from nanovllm import SamplingParams, kernels
+from nanovllm import DEMO_MODEL, LLM, SamplingParams, kernels
 from nanovllm.engine import model_runner
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.worker import startup
@@ -175,3 +175,12 @@ def test_an_engine_is_freed_with_its_last_reference(make_llm):
         assert reference() is None
     finally:
         gc.enable()
+
+
+def test_dummy_weights_do_not_depend_on_the_default_dtype():
+    tokens = []
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        with switched(torch.set_default_dtype, dtype, torch.float32):
+            llm = LLM(DEMO_MODEL, load_format="dummy", dtype="float32", num_kvcache_blocks=8)
+            tokens.append(generate_ids(llm, [[1, 2, 3]], greedy(8)))
+    assert tokens[0] == tokens[1] == tokens[2]

@@ -1,5 +1,5 @@
-// All decoder layers in one call, made of the other kernels. models/decoder.py, models/gemma3.py and
-// models/olmo.py specify what they compute.
+// All decoder layers in one call, made of the other kernels. models/decoder.py, models/gemma3.py
+// and models/olmo.py specify what they compute.
 //
 // Tokens are projected in chunks, so that what lies between two GEMMs stays in the caches. All
 // layers use the same memory for it.

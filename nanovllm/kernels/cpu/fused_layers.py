@@ -137,6 +137,7 @@ class FusedLayers(OptimizedLayer, DecoderLayers):
         keys = [kv_cache.data_ptr() for kv_cache in kv_caches]
         values = [kv_cache.data_ptr() + kv_cache.nbytes // 2 for kv_cache in kv_caches]
         ropes = [Rope(cos=cos, sin=sin, half=cos.shape[-1]) for cos, sin in cos_sins]
+        assert all([2 * rope.half <= kv_caches[0].shape[-1] for rope in ropes])
         load(x.dtype).decoder_layers(
             ctypes.byref(self.structs, first * ctypes.sizeof(Layer)),
             _make_array(keys),

@@ -25,7 +25,7 @@ static void quantize_row(const Number* row, uint8_t* codes, float* scales, int16
         float zero = rintf(-low * inverse);
         for (int64_t i = start; i < end; i++) {
             float code = rintf(row[i] * inverse) + zero;
-            code = code < 0 ? 0 : code;
+            code = code > 0 ? code : 0;  // also if it is NaN
             codes[i] = int(code > largest_code ? largest_code : code);
         }
         *scales++ = scale;

@@ -11,17 +11,21 @@ class FastQuantizedWeight(OptimizedLayer, QuantizedWeight):
     replaces = QuantizedWeight
 
     def copy_(self, source: Tensor | QuantizedWeight) -> None:
-        parts = (self.codes, self.scales, self.zeros)
-        is_whole = all(part.is_contiguous() for part in parts)
-        if isinstance(source, QuantizedWeight) or source.dtype not in DEFINES or not is_whole:
+        if isinstance(source, QuantizedWeight) or not self._can_quantize(source):
             super().copy_(source)
             return
         load(self.dtype).quantize_weight(
             source.contiguous(),
             list(DEFINES).index(source.dtype),
-            *parts,
+            *self.buffers(),
             source.numel() // self.in_features,
             self.in_features,
             self.scheme.bits,
             self.scheme.group_size,
         )
+
+    def _can_quantize(self, source: Tensor) -> bool:
+        """Return whether the C++ code, which has no checks, can quantize `source` into this."""
+        is_whole = all([part.is_contiguous() for part in self.buffers()])
+        fits = source.shape == self.shape and source.device == self.codes.device
+        return is_whole and fits and source.dtype in DEFINES

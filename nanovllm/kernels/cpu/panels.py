@@ -55,7 +55,7 @@ def prepack(weight: Tensor | QuantizedWeight, num_parts: int) -> Tensor:
     kernels = load(weight.dtype)
     if isinstance(weight, QuantizedWeight):
         scheme = weight.scheme
-        parts = (weight.codes, weight.scales, weight.zeros)
+        parts = [part.contiguous() for part in weight.buffers()]  # codes, scales, zeros
         bytes_per_row = scheme.group_size * scheme.bits // 8
         bytes_per_row += weight.scales.itemsize + weight.zeros.itemsize
         num_groups = weight.scales.shape[1]
@@ -66,7 +66,7 @@ def prepack(weight: Tensor | QuantizedWeight, num_parts: int) -> Tensor:
     num_pairs = cdiv(in_features * weight.itemsize, _CACHE_LINE) * _CACHE_LINE
     num_pairs //= pair * weight.itemsize
     panels = weight.new_empty(num_panels, num_pairs, _WIDTH, pair)
-    kernels.prepack(weight.detach(), panels, *sizes)
+    kernels.prepack(weight.detach().contiguous(), panels, *sizes)
     return panels
 
 

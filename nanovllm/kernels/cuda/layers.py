@@ -98,9 +98,14 @@ class FusedAttention(OptimizedLayer, Attention):
     parts: ClassVar = {"q_norm": (FastRMSNorm, NoneType), "k_norm": (FastRMSNorm, NoneType)}
 
     def convert(self) -> bool:
-        """The kernel stores K/V like the triton backend, and applies both norms or none."""
+        """The kernel stores K/V like the triton backend, and applies both norms or none.
+
+        It divides a head into pairs of dimensions.
+        """
         has_pair = (self.q_norm is None) == (self.k_norm is None)
-        return has_pair and self.backend.store_kvcache is store_kvcache and super().convert()
+        if not has_pair or self.shape.head_dim % 2 != 0:
+            return False
+        return self.backend.store_kvcache is store_kvcache and super().convert()
 
     def forward(self, x: Tensor, cos_sins: CosSins, kv_cache: Tensor, batch: Batch) -> Tensor:
         cos_sin = cos_sins[self.rope_index]
@@ -130,6 +135,7 @@ def rotate_and_store(
     """
     assert all([tensor.is_contiguous() for tensor in (qkv, *cos_sin, kv_cache)])
     num_kv_heads, head_dim = kv_cache.shape[3:]
+    assert head_dim % 2 == 0 and 2 * cos_sin[0].shape[-1] <= head_dim
     num_tokens = len(qkv)
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
     values_offset = kv_cache.stride(0)
