@@ -97,7 +97,7 @@ def report_bandwidth(device: torch.device, peak: PeakRates) -> Figures:
             " it, too. Repeat the runs when the machine is quiet, or\ncompare only engines that ran"
             " in turn."
         )
-    return {"bytes_per_second_after_runs": after}
+    return {"peak_bytes_per_second_after_runs": after}
 
 
 class Table:
@@ -162,9 +162,14 @@ class Table:
             "prompt_tokens_per_second": {n: self.num_prompt_tokens / s for n, s in medians.items()},
             "output_tokens_per_second": {n: self.num_output_tokens / s for n, s in medians.items()},
             "total_tokens_per_second": {n: self.num_tokens / s for n, s in medians.items()},
-            "bytes_per_second": {n: self.num_bytes[n] / s for n, s in medians.items()},
+            "read_bytes_per_second": {n: self.num_bytes[n] / s for n, s in medians.items()},
             "ratios": ratios,
-            "roofline": {**self.peak._asdict(), "seconds": self.least, "note": roofline.NOTE},
+            "roofline": {
+                **self.peak._asdict(),
+                "seconds": self.least[first],
+                "seconds_of_each": self.least,
+                "note": roofline.NOTE,
+            },
             "share_of_roofline": {
                 n: roofline.find_roofline_fraction(self.least[n], s) for n, s in medians.items()
             },

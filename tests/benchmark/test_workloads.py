@@ -122,7 +122,7 @@ def test_models_are_compared_with_their_own_rooflines(run, monkeypatch, tmp_path
     workload = WORKLOADS["llama-bench-depth"]._replace(models=models)
     monkeypatch.setitem(WORKLOADS, "llama-bench-depth", workload)
     report, _ = run("llama-bench-depth", "--set", "device=cpu")
-    least = [test["roofline"]["seconds"] for test in report["tests"].values()]
+    least = [test["roofline"]["seconds_of_each"] for test in report["tests"].values()]
     assert all(set(seconds) == set(models) for seconds in least)
     assert least[2][models[0]] > 2 * least[0][models[0]]
     assert least[2][models[1]] == least[0][models[1]]
@@ -231,6 +231,6 @@ def test_pages_of_files_do_not_count(tmp_path):
 def test_a_change_of_the_bandwidth_is_reported(after, is_reported, run, monkeypatch):
     monkeypatch.setattr(roofline, "measure_bandwidth", lambda _: after)
     report, log = run("llama-bench", *TINY, "--repeat", "1")
-    assert report["bytes_per_second_after_runs"] == after
+    assert report["peak_bytes_per_second_after_runs"] == after
     message = f"1000 GB/s before the runs and {after / 1e9:.4g} GB/s after"
     assert (message in log) == is_reported
