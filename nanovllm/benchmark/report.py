@@ -93,9 +93,9 @@ def report_bandwidth(device: torch.device, peak: PeakRates) -> Figures:
     if abs(after - before) > SHIFT * before:
         print(
             f"\nThe memory's bandwidth was {before / 1e9:.4g} GB/s before the runs and"
-            f" {after / 1e9:.4g} GB/s after them, because other\nprograms or virtual machines use"
-            " it, too. Repeat the runs when the machine is quiet, or\ncompare only engines that ran"
-            " in turn."
+            f" {after / 1e9:.4g} GB/s after them,\nprobably because other programs or virtual"
+            " machines use it, too. Repeat the runs when the\nmachine is quiet, or compare only"
+            " engines that ran in turn."
         )
     return {"peak_bytes_per_second_after_runs": after}
 
