@@ -1,7 +1,6 @@
 """`LLM`, what most callers use: it runs the engine until the given prompts have finished."""
 
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from threading import RLock
 from typing import Any
 
@@ -258,28 +257,26 @@ class LLM(ThreadSafeEngine):
     def _generate(
         self, prompts: list[PreparedPrompt], use_tqdm: bool = False
     ) -> list[RequestOutput]:
-        # The outputs come from the requests, not from an inbox.
-        with self.queued(prompts, inbox={}) as requests:
-            finished = self._finish(requests)
+        inbox: Inbox = {}
+        with self.queued(prompts, inbox) as requests:
+            finished = self._finish(inbox, len(requests))
             if use_tqdm:
                 finished = ProgressBar(finished, total=len(requests), unit="seq")
             for _ in finished:
                 pass
             return [request.output() for request in requests]
 
-    def _finish(self, requests: list[Request]) -> Iterator[Request]:
-        """Run steps until all of `requests` have finished, and yield each one when it has."""
-        unfinished = dict.fromkeys(requests)
-        while unfinished:
-            # Requests start in order. A later one can only have been aborted, and is yielded when
-            # its turn comes.
-            started = islice(unfinished, self.config.max_num_seqs)
-            finished = [each for each in started if each.seq_id not in self.requests]
-            for request in finished:
-                del unfinished[request]
-                yield request
-            if unfinished:
-                self.step(inbox={})
+    def _finish(self, inbox: Inbox, num_requests: int) -> Iterator[Request]:
+        """Run steps until all requests that report to `inbox` have finished, and yield each."""
+        while num_requests > 0:
+            # Outputs would be made of all generated tokens, and only the last ones are needed.
+            self.step(inbox={})
+            while inbox:  # a step of another thread may be adding to it
+                request, _ = inbox.popitem()
+                _, finish_reason = request.committed
+                if finish_reason is not None:
+                    num_requests -= 1
+                    yield request
 
     def _stream(self, prompts: list[PreparedPrompt]) -> Iterator[RequestOutput]:
         inbox: Inbox = {}

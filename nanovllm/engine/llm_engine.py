@@ -217,9 +217,8 @@ class LLMEngine:
         self.requests.pop(request.seq_id, None)
 
     def is_finished(self) -> bool:
-        """Return whether all requests have finished and been reported. Aborts need no report."""
-        reasons = [request.finish_reason for request in list(self._inbox)]
-        return not self.requests and all(reason == "abort" for reason in reasons)
+        """Return whether all requests have finished and `step` has returned their last outputs."""
+        return not self.requests and not self._inbox
 
     @property
     def stats(self) -> Stats:

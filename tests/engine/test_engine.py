@@ -1,5 +1,6 @@
 """The engine's calls, alone and mixed at random: generate, stream, add_request, step and abort."""
 
+from collections import OrderedDict
 from itertools import islice
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.scheduler import POLICIES, Scheduler
 
 GREEDY = greedy(6)
 
@@ -83,11 +85,12 @@ def test_abort_ends_one_sample_or_a_whole_request(make_llm):
     for invalid in ("0", None, True):
         with pytest.raises(TypeError, match="request_id"):
             llm.abort(invalid)
-    assert llm.is_finished()
+    assert not llm.is_finished()  # the aborts are yet to be reported
     check_invariants(llm)
     outputs = llm.step()
     assert [output["finish_reason"] for output in outputs] == ["abort"] * 3
     assert sorted(len(output["token_ids"]) for output in outputs) == [0, 1, 1]
+    assert llm.is_finished()
 
 
 def test_an_interrupt_within_an_abort_leaves_no_sample(make_llm):
@@ -107,7 +110,17 @@ def test_an_interrupt_within_an_abort_leaves_no_sample(make_llm):
     assert not llm.samples_by_request
 
 
-def test_the_progress_bar_counts_requests_in_the_order_in_which_they_finish(make_llm, monkeypatch):
+class ShortestPromptFirst(Scheduler):
+    def plan(self):
+        seqs = sorted(self.waiting, key=lambda seq: seq.num_prompt_tokens)
+        self.waiting = OrderedDict.fromkeys(seqs)
+        return super().plan()
+
+
+@pytest.mark.parametrize("policy, max_num_seqs", [(Scheduler, 4), (ShortestPromptFirst, 1)])
+def test_the_progress_bar_counts_requests_in_the_order_in_which_they_finish(
+    make_llm, monkeypatch, policy, max_num_seqs
+):
     finished = []
 
     class Bar:
@@ -121,8 +134,10 @@ def test_the_progress_bar_counts_requests_in_the_order_in_which_they_finish(make
                 yield request
 
     monkeypatch.setattr("nanovllm.llm.ProgressBar", Bar)
+    monkeypatch.setitem(POLICIES, "mixed", policy)
     nums = [8, 2, 4, 2]
-    outputs = make_llm().generate([random_prompt(num, 5) for num in nums], [*map(greedy, nums)])
+    prompts = [random_prompt(num, num) for num in nums]
+    outputs = make_llm(max_num_seqs=max_num_seqs).generate(prompts, [*map(greedy, nums)])
     assert [len(output["token_ids"]) for output in outputs] == nums
     assert finished == sorted(nums)
 
