@@ -1,7 +1,7 @@
 """The options of an engine, validated before anything is loaded.
 
-Config validates options, and resolves no defaults. Values that depend on the checkpoint or the
-machine (block size, number of blocks, max_model_len) are resolved in worker/startup.py.
+Values that depend on the checkpoint or the machine (block size, number of blocks, max_model_len)
+are resolved later, in worker/startup.py.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""`LLM`, what most callers use: it runs the engine until the given prompts have finished."""
+"""The class for users. Give `LLM` prompts, and get their outputs."""
 
 from collections.abc import Iterator, Sequence
 from threading import RLock

@@ -7,7 +7,7 @@ chained hash, which covers its own tokens and the hash of the block before it:
     hash        | h0=H(root, abcd) <- h1=H(h0, efgh)
     block_table |    7    |    2    |   5         logical block -> physical block
 
-A cached block is a full block that `hash_to_block_id` leads to, so that other sequences can hit it.
+A cached block is a full block that is listed in `hash_to_block_id`, so other sequences can hit it.
 A block that is computed again is an uncached duplicate. That happens if two sequences compute it at
 the same time, or if a hit ends before it: before the last token of a prompt, or earlier because an
 extension needs what the cache does not have, such as a recurrent state.

@@ -6,7 +6,7 @@ runner call the points of the list, as those of one extension:
 
     begin_step
         limit_prefix, may_start, admitted    for a waiting sequence
-        limit_tokens, scheduled              for a chunk
+        limit_tokens, scheduled              for scheduled tokens, except a decode within a block
         releasing                            for a running sequence that is preempted
     planned                                  the step can still be extended, within its budget
     prepared                                 the batch can still be changed

@@ -147,7 +147,8 @@ class LLMEngine:
     def step(self, inbox: Inbox | None = None) -> list[RequestOutput]:
         """Run one step. Return the requests that gained tokens or finished since the last call.
 
-        They are those of one caller's `inbox`, or of add_request.
+        With `inbox`, they are only requests that report there. Without it, they are those of
+        add_request.
         """
         self.executor.raise_if_stopped()
         with engine_settings(self.device):

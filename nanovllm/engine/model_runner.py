@@ -1,6 +1,6 @@
 """Turns scheduled sequences into a Batch, runs it, and turns logits into tokens.
 
-It uses sequences, but not the queues.
+It reads sequences and never touches the queues.
 """
 
 import weakref

@@ -1,4 +1,4 @@
-"""The layers in plain PyTorch, without a word about speed. They specify what kernels/ computes.
+"""The layers in plain PyTorch, written to be read. They specify what kernels/ computes.
 
 attention.py        paged attention
 linear.py           linear layers, sharded over ranks

@@ -24,8 +24,8 @@ Backend = ModuleType
 NAME = "torch"  # in backends.py, and as the option attention_backend
 PREFERRED_BLOCK_SIZE = 16  # tokens in a block if the user does not choose
 SUPPORTS_CUDA_GRAPHS = False  # True if kernel launches depend on shapes only
-# Tokens of the longest draft whose verification is bitwise identical to decodes. A backend that
-# does not promise this has 7, because longer drafts are rarely accepted.
+# The limit on draft tokens per sequence and step. Longer drafts are rarely accepted. A backend that
+# promises a verification bitwise identical to decodes has the length up to which it does.
 MAX_DRAFT_LEN = 7
 
 TILE = 256  # queries that are computed together, which bounds the size of a mask
@@ -66,7 +66,7 @@ def make_cache(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """Make the KV cache of one layer. Block 0 has no NaN, because dummy batches read it.
+    """Make the KV cache of one layer. Block 0 starts as zeros, because warm-up steps read it.
 
     The bytes of a block follow from this tensor. The worker makes it on the meta device to count
     them.

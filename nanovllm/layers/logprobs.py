@@ -1,4 +1,4 @@
-"""Log probabilities that requests ask for, from the logits before penalties and temperature."""
+"""Finds the log probabilities that requests ask for, in logits before penalties and temperature."""
 
 import numpy as np
 import torch

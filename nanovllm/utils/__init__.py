@@ -1,4 +1,4 @@
-"""Helpers without knowledge of the engine.
+"""Helpers of all rooms. Only packing.py knows what a batch is.
 
 checks.py      validates values, and names what is invalid
 arithmetic.py  integer arithmetic

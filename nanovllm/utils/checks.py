@@ -185,8 +185,8 @@ def call_foreign(source: object, call: Callable[[], T]) -> T:
     """Run code of a tokenizer or a checkpoint, and turn its exceptions into ForeignErrors.
 
     Such code can raise anything, and it runs long enough for a signal handler to raise in the
-    middle. A second run tells the two apart, because an exception of a handler does not come again.
-    It is raised as it is.
+    middle. The call is therefore repeated: an error of the tokenizer comes again. The exception of
+    a handler does not, and is raised as it is.
     """
     try:
         return call()

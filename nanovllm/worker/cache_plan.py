@@ -211,9 +211,8 @@ def count_lane_bytes(
 def count_lanes(config: Config, budget: int, num_step_tokens: int, units: CacheUnits) -> int:
     """The number of lanes whose states and windows fit into half of `budget`.
 
-    All of it is for windows if the first pool takes no memory. If num_kvcache_blocks is given, the
-    other half is not reserved for blocks. It then holds these and what a step allocates, because
-    there was no profile run.
+    All of it is for windows if the first pool takes no memory. If num_kvcache_blocks is given,
+    there was no profile run. The other half then holds these blocks and what a step allocates.
     """
     most = min(config.max_num_seqs, config.num_kvcache_blocks or config.max_num_seqs)
     limit = budget // 2 if units.block_bytes > 0 else budget

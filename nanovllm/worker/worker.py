@@ -1,6 +1,6 @@
 """One rank's model and KV cache: turns batches into logits.
 
-A Batch on the host is all that a step needs. With several ranks, each of them has a Worker: rank 0
+A step needs nothing but a Batch, on the host. With several ranks, each of them has a Worker: rank 0
 runs a batch, and the others receive the same batch and compute their share in `serve`.
 """
 
@@ -55,7 +55,8 @@ class Worker:
     def compute(self, batch: Batch) -> Tensor:
         """Write the K/V of this rank's share of `batch`, which is on the host.
 
-        Return hidden states [num_logits, hidden_size], which are valid until the next call.
+        Return hidden states [num_logits, hidden_size]. They are valid until the next call, because
+        a CUDA graph writes to the same memory each time.
         """
         if self.graphs is not None and batch.max_seqlen_q == 1:
             return self.graphs.run(batch)
