@@ -28,6 +28,7 @@ from nanovllm.server.errors import JsonObject, blaming
 from nanovllm.server.middleware import respond
 from nanovllm.trace.page import read_template, shorten
 from nanovllm.trace.reader import Reader
+from nanovllm.trace.recorder import Recorder
 from nanovllm.trace.timeline import Event, Timeline
 from nanovllm.utils.checks import check_choice, check_int, check_names, check_number, check_type
 
@@ -103,10 +104,10 @@ class LiveTimeline(Timeline):
 class WatchedLLM(LLM):
     """An engine that records a LiveTimeline."""
 
-    timeline: LiveTimeline
-
-    def make_timeline(self, config: Config) -> LiveTimeline:
-        return LiveTimeline()
+    def __init__(self, model: str, **options: Any) -> None:
+        super().__init__(model, **options)
+        self.timeline = LiveTimeline()
+        self.add_feature(Recorder(self.timeline))
 
 
 class Playground(EngineThread):

@@ -11,6 +11,7 @@ All ranks run the same steps in the same order, because these have collective op
 """
 
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -36,7 +37,7 @@ from nanovllm.worker.dummy_steps import (
 from nanovllm.worker.memory import MemoryMeter, release_free_memory, show_bytes
 from nanovllm.worker.process_groups import Place, connect
 from nanovllm.worker.state_slots import StateSlots
-from nanovllm.worker.worker import Worker
+from nanovllm.worker.worker import Worker, run_step
 
 _DEFAULT_MAX_MODEL_LEN = 4096
 
@@ -220,10 +221,11 @@ def capture_graphs(worker: Worker, num_lanes: int, only_largest: bool = False) -
     config = worker.config
     if worker.kernels is not None and not config.enforce_eager:
         worker.graphs = worker.kernels.capture_decode_steps(
+            partial(run_step, worker.model, worker.kv_caches, worker.newest_tokens),
             worker.model,
             worker.backend,
-            worker.kv_caches,
             make_dummy_batch(worker, [1]),
+            worker.device,
             max_num_seqs=min(num_lanes, worker.max_num_batched_tokens),
             only_largest=only_largest,
         )

@@ -6,7 +6,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from conftest import check_invariants, find_extension
+from conftest import check_invariants, find_feature
 from event_interrupts import ENGINE, PACKAGE, EventInterrupts, at_event
 from random_engines import Case
 
@@ -84,7 +84,7 @@ class Calls:
         for job in set(self.waiting):
             for output in self.case.expect(self.case.generate, job):
                 answers.append(output["prompt_token_ids"] + output["token_ids"])
-        drafts: Any = find_extension(self.llm, Drafts)
+        drafts: Any = find_feature(self.llm, Drafts)
         drafts.costs.choose_count = lambda seqs, num_tokens, candidates: len(candidates)
         drafts.make_proposer = lambda token_ids: Foresight(token_ids, answers)
 
@@ -290,4 +290,4 @@ def check_idle(llm: LLM) -> None:
     assert not llm.scheduler.waiting
     assert llm.stats["num_free_blocks"] == llm.stats["num_blocks"]
     if llm.config.num_speculative_tokens:
-        assert not find_extension(llm, Drafts).proposals
+        assert not find_feature(llm, Drafts).proposals

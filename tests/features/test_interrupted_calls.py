@@ -8,7 +8,7 @@ from contextlib import suppress
 from unittest.mock import patch
 
 import pytest
-from conftest import copy_tokenizer, find_extension, make_checkpoint
+from conftest import copy_tokenizer, find_feature, make_checkpoint
 from event_interrupts import ENGINE, EventInterrupts, at_event
 from random_calls import check_idle
 from random_engines import find_difference
@@ -38,7 +38,7 @@ def llm(tmp_path_factory):
     copy_tokenizer(directory)
     options = {"num_kvcache_blocks": 64, "kvcache_block_size": 4, "max_model_len": 100}
     llm = LLM(directory, num_speculative_tokens=3, **options)
-    costs = find_extension(llm, Drafts).costs
+    costs = find_feature(llm, Drafts).costs
     costs.choose_count = lambda seqs, num_tokens, found: len(found)
     return llm
 

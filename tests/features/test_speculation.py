@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import (
     check_invariants,
-    find_extension,
+    find_feature,
     make_batch,
     make_checkpoint,
     make_shape,
@@ -69,7 +69,7 @@ def foresee(llm, outputs):
         end = min(start + num_tokens, len(answer))
         return [answer[position] if position % 5 else 0 for position in range(start, end)]
 
-    draft_freely(find_extension(llm, Drafts), propose)
+    draft_freely(find_feature(llm, Drafts), propose)
 
 
 def assert_same(ours, theirs):
@@ -383,7 +383,7 @@ def test_costs_of_steps_are_measured(monkeypatch):
 def test_the_backend_limits_drafts(make_llm, monkeypatch):
     monkeypatch.setattr(torch_backend, "MAX_DRAFT_LEN", 3)
     llm = make_llm(device="cpu", attention_backend="torch", num_speculative_tokens=100)
-    assert find_extension(llm, Drafts).max_draft_len == 3
+    assert find_feature(llm, Drafts).max_draft_len == 3
 
 
 @needs_cpp

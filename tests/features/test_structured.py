@@ -11,7 +11,7 @@ import sys
 
 import jsonschema
 import pytest
-from conftest import check_invariants, copy_tokenizer, find_extension, generate_ids, make_checkpoint
+from conftest import check_invariants, copy_tokenizer, find_feature, generate_ids, make_checkpoint
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.features.speculation.drafts import Drafts
@@ -317,7 +317,7 @@ def test_samples_of_a_batch(llm, expected):
 def test_tokens_do_not_depend_on_the_steps(make, expected, options):
     with make(**options) as llm:
         if "num_speculative_tokens" in options:  # draft as often as possible
-            costs = find_extension(llm, Drafts).costs
+            costs = find_feature(llm, Drafts).costs
             costs.choose_count = lambda seqs, num, found: len(found)
         assert generate_ids(llm, *mixed_batch()) == expected
         check_invariants(llm)
@@ -331,7 +331,7 @@ def test_drafts_are_verified_with_the_grammar(make):
     kind = {"regex": "( the cat){6}[.!]"}
     alone = make()
     drafting = make(num_speculative_tokens=4)
-    costs = find_extension(drafting, Drafts).costs
+    costs = find_feature(drafting, Drafts).costs
     costs.choose_count = lambda seqs, num, found: len(found)
     for seed in range(4):
         output = run(drafting, kind, prompt, seed=seed)

@@ -10,7 +10,7 @@ from itertools import count
 import pytest
 import torch
 from browser import browse, needs_browser, run_script
-from conftest import find_extension, greedy, random_prompt
+from conftest import find_feature, greedy, random_prompt
 from families import make_family
 from project_helpers import SMALL
 
@@ -164,7 +164,7 @@ class Proposer:
 def serve_drafts(llm):
     prompt = random_prompt(2, 13)
     answer = prompt + llm.generate(prompt, greedy(20), use_tqdm=False)[0]["token_ids"]
-    drafts = find_extension(llm, Drafts)
+    drafts = find_feature(llm, Drafts)
     drafts.make_proposer = lambda token_ids: Proposer(token_ids, answer)
     drafts.costs = StepCosts([0.0] + [1.0] * 20, [0.0] + [1.0] * 20)
     llm.generate(prompt, greedy(20), use_tqdm=False)
@@ -172,7 +172,7 @@ def serve_drafts(llm):
 
 def serve_drafts_between_prompts(llm):
     """Sequences with rejected drafts wait, because new prompts go first."""
-    drafts = find_extension(llm, Drafts)
+    drafts = find_feature(llm, Drafts)
     drafts.make_proposer = lambda token_ids: Proposer(token_ids, [])
     drafts.costs = StepCosts([0.0] + [1.0] * 20, [0.0] + [1.0] * 20)
     llm.add_request(random_prompt(2, 13), greedy(30))

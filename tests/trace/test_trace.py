@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-from conftest import check_invariants, find_extension, generate_ids, greedy, random_prompt
+from conftest import check_invariants, find_feature, generate_ids, greedy, random_prompt
 from families import make_family
 from project_helpers import SMALL, reject
 
@@ -226,7 +226,7 @@ def test_a_draft_token_that_ends_the_text_was_accepted(path):
             start = len(request.token_ids)
             return answer[start : start + num_tokens]
 
-        drafts = find_extension(llm, Drafts)
+        drafts = find_feature(llm, Drafts)
         drafts.costs = StepCosts([0.0] + [1.0] * 20, [0.0] + [1.0] * 20)
         drafts.make_proposer = lambda _: SimpleNamespace(propose=propose)
         before = llm.stats["num_accepted_tokens"]
@@ -249,7 +249,7 @@ def test_the_choice_of_a_grammar_is_recorded(path):
     allowed = []
     preferred = []
     with LLM(DEMO_MODEL, trace=path, num_speculative_tokens=2, **SMALL) as llm:
-        drafts = find_extension(llm, Drafts)
+        drafts = find_feature(llm, Drafts)
         drafts.costs = StepCosts([0.0] + [1.0] * 20, [0.0] + [1.0] * 20)
         sample = llm.model_runner.sample
 
@@ -305,7 +305,7 @@ def windows(tmp_path_factory):
             postprocess(seqs, samples)
 
         llm.scheduler.postprocess = keep_state
-        drafts = find_extension(llm, Drafts)
+        drafts = find_feature(llm, Drafts)
         drafts.costs = StepCosts([0.0] + [1.0] * 20, [0.0] + [1.0] * 20)
         generate_ids(llm, [*PROMPTS, random_prompt(5, 6) * 4], greedy(14))
         assert llm.stats["num_preemptions"]
