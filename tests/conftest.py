@@ -35,7 +35,9 @@ from nanovllm.batch import Batch, SamplingBatch
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.feature import Feature
+from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step import Step
 from nanovllm.features.windows import Windows
 from nanovllm.layers import sampler
 from nanovllm.layers.attention import AttentionShape
@@ -252,6 +254,22 @@ def make_batch(query_lens, context_lens, block_tables, device="cpu") -> Batch:
 def find_feature(llm: LLM, kind: type[Kind]) -> Kind | None:
     """Return the feature of an engine that is of this class, or None if it uses none."""
     return next((each for each in llm.features if isinstance(each, kind)), None)
+
+
+def attach(scheduler: Scheduler, *features: Feature) -> None:
+    """Let features act on a scheduler without an engine."""
+    scheduler.features = list(features)
+    for feature in features:
+        feature.scheduler = scheduler
+        feature.reset()
+
+
+def finish_step(scheduler: Scheduler, step: Step, sampled: list[list[int]]) -> None:
+    """Record the sampled tokens of a step, as an engine without overlap does."""
+    for feature in reversed(scheduler.features):
+        sampled = feature.sampled(step, sampled)
+    scheduler.advance(step)
+    scheduler.postprocess(step, sampled)
 
 
 def check_invariants(llm: LLM) -> None:

@@ -135,18 +135,21 @@ class BlockManager:
     def allocate(self, seq: Sequence, prefix: list[Block]) -> bool:
         """Build the block table: `prefix`, then new blocks for all other tokens.
 
-        Return False, and change no block, if there are not enough free ones.
+        Return False, and change nothing, if there are not enough free blocks.
         """
-        num_needed = self.count_needed_blocks(seq, prefix)
-        if num_needed > len(self.free_block_ids):
-            # The whole chain, of which `prefix` may be a part.
-            self.blocked = SearchMemo(seq, num_needed, self.find_prefix(seq))
+        if self.count_needed_blocks(seq, prefix) > len(self.free_block_ids):
             return False
         self.blocked = None
         for block in prefix:  # before new blocks are taken, which could evict one of these
             self.share(block)
         seq.block_table = [block.block_id for block in prefix]
         return self.grow(seq)  # there are enough free blocks
+
+    def remember_failure(self, seq: Sequence, prefix: list[Block]) -> None:
+        """Remember that `allocate` failed, for `is_still_blocked`."""
+        num_needed = self.count_needed_blocks(seq, prefix)
+        # A feature may have shortened `prefix`.
+        self.blocked = SearchMemo(seq, num_needed, self.find_prefix(seq))
 
     def is_still_blocked(self, seq: Sequence) -> bool:
         """Return whether `allocate` failed for `seq` and would fail again, without a new search.

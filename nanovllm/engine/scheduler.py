@@ -89,19 +89,22 @@ class Scheduler:
         self._schedule_waiting(step, budget)
 
     def _schedule_running(self, step: Step, budget: int, skip_decodes: bool = False) -> int:
-        """Schedule running sequences, oldest first. Return the rest of the budget."""
+        """Schedule running sequences, oldest first. Return the rest of the budget.
+
+        With `skip_decodes`, only those that have sampled nothing since their admission.
+        """
         index = 0
         while index < len(self.running) and budget > 0:  # preemption shortens the list
             seq = self.running[index]
             index += 1
             num_tokens = len(seq.token_ids)
-            num_missing = num_tokens - seq.num_computed_tokens
-            is_decode = num_missing == 1 and num_tokens > seq.num_prompt_tokens
-            if is_decode and skip_decodes:
+            has_sampled = num_tokens > seq.num_admitted_tokens
+            if has_sampled and skip_decodes:
                 continue
             if num_tokens >= seq.max_num_tokens:
                 continue  # the newest token is pending, and ends the sequence
-            if is_decode and num_tokens % self.block_size > 1:
+            num_missing = num_tokens - seq.num_computed_tokens
+            if num_missing == 1 and has_sampled and num_tokens % self.block_size > 1:
                 # Fast path: most decodes neither enter a block nor fill one.
                 step.add(seq, 1, 1)
                 budget -= 1
@@ -149,10 +152,12 @@ class Scheduler:
         if not all([feature.may_start(seq) for feature in self.features]):
             return False
         if not self.block_manager.allocate(seq, prefix):
+            self.block_manager.remember_failure(seq, prefix)
             return False
         del self.waiting[seq]
         self.running.append(seq)
         seq.num_computed_tokens = num_reused_tokens
+        seq.num_admitted_tokens = len(seq.token_ids)
         seq.status = SequenceStatus.RUNNING
         seq.lane = self.free_lanes.pop()
         if seq.num_cached_tokens is None:  # later admissions, after a preemption, are not counted

@@ -61,6 +61,7 @@ class Sequence:
         self.status = SequenceStatus.WAITING
         self.num_cached_tokens: int | None = None  # prompt tokens that the first admission found
         self.num_computed_tokens = 0
+        self.num_admitted_tokens = 0  # tokens when it was last admitted
         self.block_table: list[int] = []  # logical block -> physical block
         self.block_hashes: list[int] = []  # hashes of full blocks, computed when first needed
         self.lane = -1  # while running: its row in the model runner's block tables

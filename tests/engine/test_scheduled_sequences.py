@@ -1,24 +1,23 @@
 """What a step does to a sequence besides its number of tokens, and when features learn of it."""
 
+from conftest import attach, finish_step
 from test_scheduler import make_scheduler, make_sequence, run_step, run_steps
 
 from nanovllm import SamplingParams
-from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.extension import Extension
-from nanovllm.engine.scheduler import PrefillFirstScheduler, Scheduler
+from nanovllm.engine.feature import Feature
+from nanovllm.engine.scheduler import PrefillFirstScheduler
 from nanovllm.engine.sequence import Sequence
 
 POINTS = (
-    "begin_step limit_prefix may_start admitted limit_tokens scheduled planned sampled releasing"
-    " finished recorded"
+    "begin_step limit_prefix may_start admitted limit_tokens scheduled planned sampled advanced"
+    " releasing finished recorded"
 ).split()
 
 
-class Recorder(Extension):
+class Recorder(Feature):
     """Remembers the calls of all points of the scheduler."""
 
     def __init__(self):
-        super().__init__()
         self.calls = []
 
     def __getattribute__(self, name):
@@ -29,7 +28,8 @@ class Recorder(Extension):
 
 def test_the_points_of_a_step_are_called_in_their_order():
     recorder = Recorder()
-    scheduler = Scheduler(BlockManager(8, 4), 4, 16, [recorder])
+    scheduler = make_scheduler()
+    attach(scheduler, recorder)
     scheduler.add(make_sequence(0, prompt_len=3, max_tokens=1))
     run_step(scheduler)
     assert recorder.calls == POINTS
@@ -39,7 +39,7 @@ def test_nan_ends_a_sequence_and_its_blocks_are_not_reused():
     scheduler = make_scheduler()
     seq = make_sequence(0, prompt_len=5, max_tokens=4)
     scheduler.add(seq)
-    scheduler.postprocess(scheduler.schedule(), [[-1]])
+    finish_step(scheduler, scheduler.schedule(), [[-1]])
     assert seq.finish_reason == "error"
     assert len(seq.token_ids) == 5
     assert scheduler.block_manager.hash_to_block_id == {}

@@ -85,7 +85,7 @@ class Calls:
             for output in self.case.expect(self.case.generate, job):
                 answers.append(output["prompt_token_ids"] + output["token_ids"])
         drafts: Any = find_feature(self.llm, Drafts)
-        drafts.costs.choose_count = lambda seqs, num_tokens, candidates: len(candidates)
+        drafts.costs.choose_count = lambda step, candidates: len(candidates)
         drafts.make_proposer = lambda token_ids: Foresight(token_ids, answers)
 
     def run(self) -> None:
@@ -121,7 +121,7 @@ class Calls:
         if request_id is INTERRUPTED:
             self.waiting.append(job)
             return
-        samples = list(self.llm.samples_by_request[request_id])
+        samples = list(self.llm.requests[request_id])
         self.jobs.update(dict.fromkeys(samples, job))
 
     def abort(self) -> None:
@@ -286,7 +286,7 @@ def check_idle(llm: LLM) -> None:
     """Check that nothing of any request is left."""
     check_invariants(llm)
     assert not llm.requests
-    assert not llm.samples_by_request
+    assert not llm.requests
     assert not llm.scheduler.waiting
     assert llm.stats["num_free_blocks"] == llm.stats["num_blocks"]
     if llm.config.num_speculative_tokens:

@@ -39,7 +39,7 @@ def llm(tmp_path_factory):
     options = {"num_kvcache_blocks": 64, "kvcache_block_size": 4, "max_model_len": 100}
     llm = LLM(directory, num_speculative_tokens=3, **options)
     costs = find_feature(llm, Drafts).costs
-    costs.choose_count = lambda seqs, num_tokens, found: len(found)
+    costs.choose_count = lambda step, found: len(found)
     return llm
 
 
@@ -53,7 +53,7 @@ def expected(llm):
 def start(llm):
     """Add the requests. Return the samples of all of them."""
     ids = [llm.add_request(*request) for request in REQUESTS]
-    return [sample for request_id in ids for sample in llm.samples_by_request[request_id]]
+    return [sample for request_id in ids for sample in llm.requests[request_id]]
 
 
 def finish(llm, requests):
