@@ -77,7 +77,7 @@ class ModelRunner:
                 self_test = partial(sample_test_rows, self.sampler, spec.dtype)
                 run = self_test if self.device.type == "cuda" else None
                 worker.kernels.kernelize(self.sampler, self.device, spec.dtype, run)
-            sample = partial(sample_each_kind, self, worker)
+            sample = partial(sample_each_kind, self)
             self.executor.call(start_worker, worker, sample)
         self.num_lanes = worker.num_lanes
         # The block tables of all lanes, so that a decode need not copy its whole table.

@@ -9,7 +9,6 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
 from nanovllm.layers.sampler import Sampler, make_sampling_batch
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.worker.worker import Worker
 
 if TYPE_CHECKING:
     from nanovllm.engine.model_runner import ModelRunner
@@ -35,7 +34,7 @@ def sample_test_rows(sampler: Sampler, dtype: torch.dtype) -> None:
     sampler(logits.to(device, dtype), batch)
 
 
-def sample_each_kind(runner: "ModelRunner", worker: Worker, logits: Tensor) -> None:
+def sample_each_kind(runner: "ModelRunner", logits: Tensor) -> None:
     """Sample from `logits` [num_rows, vocab_size] with each kind of parameters.
 
     On a GPU this lets MemoryMeter see the peak of sampling, and compiles the kernels. The memory of
@@ -44,7 +43,7 @@ def sample_each_kind(runner: "ModelRunner", worker: Worker, logits: Tensor) -> N
     for params in KINDS:
         step = Step()
         for seq_id in range(len(logits)):
-            token_ids = [0] * (worker.max_model_len if seq_id == 0 else 1)
-            seq = Sequence(seq_id, token_ids, params, stop_token_ids=frozenset([0]))
+            num_tokens = runner.executor.worker.max_model_len if seq_id == 0 else 1
+            seq = Sequence(seq_id, [0] * num_tokens, params, stop_token_ids=frozenset([0]))
             step.add(seq, num_tokens=1, num_logits=1)
         runner.read(runner.sample(logits, step))

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from nanovllm.batch import Batch
 from nanovllm.checkpoints.tensor_files import open_weights
 from nanovllm.config import MAX_DRAFT_STEP, Config
 from nanovllm.layers import attention
@@ -216,12 +217,17 @@ def allocate(worker: Worker, num_blocks: int, num_window_blocks: int, num_lanes:
     worker.num_lanes = num_lanes
 
 
+def make_step(worker: Worker) -> Callable[[Batch], Tensor]:
+    """Return what a CUDA graph captures. It does not refer to the worker, which has the graphs."""
+    return partial(run_step, worker.model, worker.kv_caches, worker.newest_tokens)
+
+
 def capture_graphs(worker: Worker, num_lanes: int, only_largest: bool = False) -> None:
     """Capture CUDA graphs of decodes, where there is a GPU for them."""
     config = worker.config
     if worker.kernels is not None and not config.enforce_eager:
         worker.graphs = worker.kernels.capture_decode_steps(
-            partial(run_step, worker.model, worker.kv_caches, worker.newest_tokens),
+            make_step(worker),
             worker.model,
             worker.backend,
             make_dummy_batch(worker, [1]),

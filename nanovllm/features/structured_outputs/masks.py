@@ -11,7 +11,7 @@ again with the committed ones. EOS may come when the text may end. grammars.py m
 """
 
 from itertools import groupby
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -91,7 +91,7 @@ def apply_grammars(rows: list[Sequence], logits: Tensor) -> Tensor:
     for seq, group in groupby(rows):
         start = end
         end += len(list(group))
-        constraint = cast(Request, seq).constraint
+        constraint = seq.constraint if isinstance(seq, Request) else None
         if isinstance(constraint, GrammarConstraint):
             masks += constraint.compute_masks(seq, end - start)
             indices += range(start, end)
