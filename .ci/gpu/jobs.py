@@ -10,7 +10,7 @@ import sys
 import tarfile
 import time
 from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,19 +41,19 @@ class Job:
 @dataclass(frozen=True)
 class Outcome:
     lines: list[str]
-    is_failure: bool
+    failures: list[str]
 
 
 class Runner:
-    """Runs jobs until the time is over, and writes the three result files.
+    """Runs jobs until `end`, and writes the three result files.
 
     `hardware` names the machine in the results. With `one_thread`, torch computes on one thread.
+    What is noted is printed and written at once, so that it is known even if the run is killed.
     """
 
-    def __init__(self, hardware: str, seconds: float, one_thread: bool) -> None:
+    def __init__(self, hardware: str, end: float, one_thread: bool) -> None:
         self.hardware = hardware
-        self.start = time.monotonic()
-        self.end = self.start + seconds
+        self.end = end
         self.out = Path(os.environ.get("OUT", ROOT / "gpu-out")).resolve()
         self.out.mkdir(parents=True, exist_ok=True)
         self.scratch = TemporaryDirectory()
@@ -68,52 +68,66 @@ class Runner:
         if one_thread:
             self.environment["OMP_NUM_THREADS"] = "1"
         self.processes: list[subprocess.Popen] = []
-        self.summary = [hardware]
-        self.has_failed = False
+        self.failures: list[str] = []
+        self.summary = (self.out / "summary.txt").open("w")
+        self.note(hardware)
 
     def seconds_left(self) -> float:
         return self.end - time.monotonic()
 
     def note(self, *lines: str) -> None:
-        self.summary += lines
+        for line in lines:
+            print(line, flush=True)
+            print(line, file=self.summary, flush=True)
+
+    def _note_outcome(self, job: Future[Outcome]) -> None:
+        outcome = job.result()
+        self.note(*outcome.lines)
+        self.failures += outcome.failures
 
     def run(self, name: str, jobs: list[Job], side_by_side: bool) -> None:
-        title = f"== {name} ({self.seconds_left():.0f} s left)"
-        print(title, flush=True)
-        self.note(title)
+        self.note(f"== {name} ({self.seconds_left():.0f} s left)")
         num_workers = (os.cpu_count() or 1) if side_by_side else 1
-        pool = ThreadPoolExecutor(num_workers)
-        try:
-            for outcome in pool.map(self._run_job, jobs):
-                print(outcome.lines[-1], flush=True)
-                self.note(*outcome.lines)
-                self.has_failed |= outcome.is_failure
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-            for process in list(self.processes):  # there are some after an interrupt
-                end(process)
+        with ThreadPoolExecutor(num_workers) as pool:
+            running = {pool.submit(self._run_job, job) for job in jobs}
+            try:
+                for job in as_completed(running):
+                    self._note_outcome(job)
+                    running.remove(job)
+            except KeyboardInterrupt:
+                pool.shutdown(wait=False, cancel_futures=True)
+                end(*self.processes)
+                for job in running:
+                    if not job.cancelled():
+                        self._note_outcome(job)
+                raise
         self._write()
 
     def _run_job(self, job: Job) -> Outcome:
         start = time.monotonic()
         seconds = min(job.seconds, int(self.seconds_left()))
         if seconds <= 0:
-            return Outcome([f"-- {job.name}: no time left"], False)
+            return Outcome([f"-- {job.name}: no time left"], [])
         # The job needs time to write its results.
         command = job.command.replace("SECONDS", str(max(1, seconds - 2 * KILL_SECONDS)))
         log = self.logs / f"{job.name}.log"
         try:
             problem = self._run_command(command, log, seconds)
         except FileNotFoundError as error:  # of the program, which some machines lack
-            return Outcome([f"-- {job.name}: {error}"], False)
+            return Outcome([f"-- {job.name}: {error}"], [])
         text = log.read_text(errors="replace").splitlines()
         failures = [line for line in text if FAILURE.search(line)]
         shown = re.compile(job.shown) if job.shown else FIGURES
         lines = [line for line in text if line in failures or shown.search(line)][-MAX_LINES:]
         if problem:
-            lines += [line for line in text if line.strip()][-1:]
+            last_lines = [line for line in text if line.strip()][-1:]
+            lines += [line for line in last_lines if line not in lines]
+            failures.append(problem)
         lines.append(f"-- {job.name}: {problem or 'done'} ({time.monotonic() - start:.0f} s)")
-        return Outcome([line[:MAX_WIDTH] for line in lines], bool(problem or failures))
+        return Outcome(
+            [line[:MAX_WIDTH] for line in lines],
+            [f"{job.name}: {line}"[:MAX_WIDTH] for line in failures],
+        )
 
     def _run_command(self, command: str, log: Path, seconds: int) -> str:
         """Run a command. Return how it failed, or an empty string."""
@@ -133,25 +147,28 @@ class Runner:
 
     def _write(self) -> None:
         figures = {"hardware": self.hardware, **collect_figures(self.logs)}
-        (self.out / "summary.txt").write_text("\n".join(self.summary) + "\n")
         (self.out / "figures.json").write_text(json.dumps(figures, indent=1))
         with tarfile.open(self.out / "logs.tar.gz", "w:gz") as archive:
             archive.add(self.logs, "logs")
 
     def finish(self) -> None:
-        self.note(f"== took {time.monotonic() - self.start:.0f} s; results: {self.out}")
+        """Repeat what has failed, at the end, where it is seen first."""
         self._write()
-        print("\n==== SUMMARY", *self.summary, sep="\n", flush=True)
+        self.note(f"== {self.seconds_left():.0f} s left; results: {self.out}")
+        self.note(f"== failures: {len(self.failures)}", *self.failures)
+        self.summary.close()
 
 
-def end(process: subprocess.Popen) -> None:
-    """End a process and those that it has started."""
+def end(*processes: subprocess.Popen) -> None:
+    """End processes and those that they have started."""
+    limit = time.monotonic() + KILL_SECONDS
     for sign in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, sign)
-            process.wait(KILL_SECONDS)
-        except (ProcessLookupError, subprocess.TimeoutExpired):
-            continue
+        for process in processes:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, sign)
+        for process in processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, limit - time.monotonic()))
 
 
 def collect_figures(logs: Path) -> dict:

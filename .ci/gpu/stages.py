@@ -1,10 +1,10 @@
 """What is run on a GPU, in the order of what is worth knowing first.
 
 `run` starts this file. A stage is a list of jobs, and a job is a process, so a failure ends only
-its own job. After every stage the three result files are written again, so they exist even if the
-run is stopped. They are in $OUT, or in gpu-out in the project's folder:
+its own job. There are three result files in $OUT, or in gpu-out in the project's folder. The first
+grows with every job and the others after every stage, so they exist even if the run is stopped:
 
-    summary.txt     what fits the eye
+    summary.txt     what is printed, with all failures at its end
     figures.json    all figures, the outcomes of the tests, and the machine that they come from
     logs.tar.gz     all logs
 """
@@ -12,6 +12,7 @@ run is stopped. They are in $OUT, or in gpu-out in the project's folder:
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 
 from jobs import Job, Runner
@@ -36,7 +37,7 @@ class Stage:
     def least_seconds(self) -> int:
         """With less time left, the stage is left for the next call."""
         limits = [job.seconds for job in self.jobs]
-        return (max(limits) if self.side_by_side else sum(limits)) // 2
+        return (max(limits) if self.side_by_side else sum(limits)) // 3
 
 
 def start_engine(name: str, options: str = "") -> Job:
@@ -96,14 +97,8 @@ STAGES = [
     ),
     # nano-vLLM's workload, the figure for the README.
     Stage("bench", [Job("bench", 150, "python bench.py --repeat 2 --json")]),
-    # Milliseconds of a decode step and of a prefill, and where they go.
-    Stage(
-        "steps",
-        [
-            Job("steps", 150, "python .ci/gpu/steps.py"),
-            Job("host", 60, "python .ci/gpu/host.py 1 32 256"),
-        ],
-    ),
+    # Milliseconds of decodes, mixed steps and prefills, and where they go.
+    Stage("steps", [Job("steps", 120, "python .ci/gpu/steps.py")]),
     # The engine against transformers, and each kernel against plain layers.
     Stage(
         "gpu",
@@ -122,6 +117,7 @@ STAGES = [
                 "-k 'not cpp and not one_call and not other_requests'",  # these are for CPUs
             ),
             test("sampler", "sampler_kernels kernelize flash_attn", "-k 'not cpp'"),
+            test("self-tests", "layer_check"),
         ],
         side_by_side=True,
     ),
@@ -141,6 +137,8 @@ STAGES = [
         side_by_side=True,
     ),
     Stage("kernels", [Job("kernels", 120, "python -m nanovllm.kernels.bench")]),
+    # Of a decode step, on this machine's CPU alone.
+    Stage("host", [Job("host", 60, "python .ci/gpu/host.py 1 32 256")]),
     Stage(
         "single",
         [
@@ -190,6 +188,7 @@ def find_hardware() -> str | None:
 
 
 def main(arguments: list[str]) -> int:
+    start = time.monotonic()
     seconds = DEFAULT_SECONDS
     if arguments and arguments[0].isdecimal():
         seconds = int(arguments.pop(0))
@@ -205,7 +204,7 @@ def main(arguments: list[str]) -> int:
         print("torch finds no GPU; a CPU can only run: bash .ci/gpu/run 240 dry")
         return 2
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    runner = Runner(hardware, seconds - COLLECTING_SECONDS, one_thread=is_dry)
+    runner = Runner(hardware, start + seconds - COLLECTING_SECONDS, one_thread=is_dry)
     left_over: list[str] = []
     try:
         for name in names:
@@ -215,13 +214,12 @@ def main(arguments: list[str]) -> int:
             else:
                 runner.run(name, stage.jobs, stage.side_by_side)
     except KeyboardInterrupt:
-        runner.note("interrupted")
-        runner.has_failed = True
+        runner.failures.append("interrupted")
         left_over += names[names.index(name) :]
     if left_over:
         runner.note(f"left over: bash .ci/gpu/run {seconds} {' '.join(left_over)}")
     runner.finish()
-    return 1 if runner.has_failed else 0
+    return 1 if runner.failures else 0
 
 
 if __name__ == "__main__":

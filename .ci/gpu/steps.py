@@ -3,12 +3,13 @@
     wall     the whole step, as a caller sees it
     wait     of it, how long the host waits for the tokens
     host     of it, the rest: schedule, batch, launches, commit
-    busy     kernels on the GPU, in other steps, because torch's profiler slows the host
     floor    the bytes or FLOPs of the step, divided by measured peak rates
+    busy     kernels on the GPU
 
-Decodes of 1, 32 and 256 sequences of 1,000 tokens; mixed steps, in which a short prompt arrives and
-all kernels are launched one by one; prefills. Without a GPU, everything is tiny. Each measurement
-is a line to read and a line of JSON, which names the card and has the longest kernels.
+Decodes of 1, 32 and 256 sequences of 1,000 tokens; 252 of them beside a prompt that arrives;
+prefills. Without a GPU, everything is tiny. All steps are timed before the first one is profiled,
+because torch's profiler slows each launch of its process, also after its end. Each measurement is a
+line to read and a line of JSON, which names the card and has the longest kernels.
 """
 
 import json
@@ -17,6 +18,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
@@ -42,30 +44,49 @@ class Workload:
     model: str
     num_seqs: list[int]
     context_len: int
-    short_prompt_len: int  # of mixed steps
+    joining_lens: list[int]  # of prompts beside decodes
     prompt_lens: list[int]  # of prefills
-    num_steps: int
+    num_decodes: int
 
 
-WORKLOAD = Workload("small", [1, 2], 40, 8, [64], num_steps=8)
+WORKLOAD = Workload("small", [1, 6], 40, [8], [16, 60], num_decodes=8)
 if ON_GPU:
-    WORKLOAD = Workload("qwen3-0.6b", [1, 32, 256], 1000, 64, [1024, 8000], num_steps=60)
+    prompt_lens = [16, 100, 500, 1024, 2000]
+    WORKLOAD = Workload("qwen3-0.6b", [1, 32, 256], 1000, [64, 500, 1500], prompt_lens, 60)
+NUM_MIXED = 12
+NUM_PREFILLS = 10
 NUM_PROFILED_STEPS = 8
+NUM_ABORTED = 4  # decodes that make room for prompts
 HARDWARE = describe_hardware(DEVICE)
 SIZES = find_sizes(read_spec(SHAPES[WORKLOAD.model], torch.bfloat16, 1))
 PEAK = measure_peak_rates(DEVICE, torch.bfloat16)
 random_ids = random.Random(0)
+Step = Callable[[], object]
+# Receives the name of a kind of step, what runs one, how many to run, and the floor if it is known.
+Measure = Callable[[str, Step, int, float | None], None]
 
 
-def make_engine(**options) -> LLM:
+def make_engine() -> LLM:
     with TemporaryDirectory() as folder:
         SHAPES[WORKLOAD.model].save_pretrained(folder)
-        return LLM(folder, load_format="dummy", device=DEVICE.type, **options)
+        return LLM(
+            folder,
+            load_format="dummy",
+            device=DEVICE.type,
+            max_num_seqs=max(WORKLOAD.num_seqs),
+            max_model_len=2048,
+        )
 
 
 def add(llm: LLM, prompt_len: int, max_tokens: int) -> int:
     prompt = [random_ids.randrange(10000) for _ in range(prompt_len)]
     return llm.add_request(prompt, SamplingParams(ignore_eos=True, max_tokens=max_tokens))
+
+
+def add_and_step(llm: LLM, prompt_len: int) -> None:
+    """Run a step that computes a whole prompt, which ends with it."""
+    add(llm, prompt_len, 1)
+    llm.step()
 
 
 def run_prefills(llm: LLM) -> None:
@@ -76,8 +97,8 @@ def run_prefills(llm: LLM) -> None:
         llm.step()
 
 
-def time_steps(step: Callable[[], object], number: int) -> tuple[float, float]:
-    """Return the median milliseconds of a step, and of the host's wait in it."""
+def time_steps(title: str, step: Step, number: int, floor_ms: float | None) -> None:
+    """Print the median milliseconds of a step, and of the host's wait in it."""
     tolist = torch.Tensor.tolist
     waits = []
     walls = []
@@ -96,17 +117,26 @@ def time_steps(step: Callable[[], object], number: int) -> tuple[float, float]:
             start = time.perf_counter()
             step()
             walls.append(time.perf_counter() - start)
-    return 1e3 * statistics.median(walls), 1e3 * statistics.median(waits)
+    wall = 1e3 * statistics.median(walls)
+    wait = 1e3 * statistics.median(waits)
+    figures = {"wall": wall, "wait": wait, "host": wall - wait}
+    share = ""
+    if floor_ms is not None:
+        figures["floor"] = floor_ms
+        share = f", {floor_ms / wall:.0%} of the roofline"
+    shown = ", ".join([f"{name} {ms:.2f}" for name, ms in figures.items()])
+    print(f"{title}: {shown} ms{share}", flush=True)
+    print(json.dumps({"measured": title, "hardware": HARDWARE, **figures}), flush=True)
 
 
-def profile_steps(step: Callable[[], object], number: int) -> tuple[float, list]:
-    """Return the milliseconds of kernels in a step, and the name, launches and ms of the longest.
+def profile_steps(title: str, step: Step, number: int, floor_ms: float | None) -> None:
+    """Print the milliseconds of kernels in a step. They are 0 on a CPU.
 
-    All are 0 on a CPU.
+    The longest kernels have their name, launches and milliseconds in the line of JSON.
     """
-    with profile(
-        activities=[ProfilerActivity.CUDA if ON_GPU else ProfilerActivity.CPU]
-    ) as profiler:
+    number = min(number, NUM_PROFILED_STEPS)
+    activity = ProfilerActivity.CUDA if ON_GPU else ProfilerActivity.CPU
+    with profile(activities=[activity]) as profiler:
         for _ in range(number):
             step()
         if ON_GPU:
@@ -116,22 +146,14 @@ def profile_steps(step: Callable[[], object], number: int) -> tuple[float, list]
         ms = event.self_device_time_total / number / 1e3
         kernels.append((event.key[:70], event.count // number, ms))
     kernels.sort(key=lambda kernel: -kernel[2])
-    return sum(kernel[2] for kernel in kernels), kernels[:12]
-
-
-def measure(title: str, step: Callable[[], object], number: int, floor_ms: float = 0.0) -> None:
-    wall, wait = time_steps(step, number)
-    busy, kernels = profile_steps(step, min(number, NUM_PROFILED_STEPS))
-    figures = {"wall": wall, "wait": wait, "host": wall - wait, "busy": busy, "floor": floor_ms}
-    shown = ", ".join([f"{name} {ms:.2f}" for name, ms in figures.items()])
-    share = f", {floor_ms / wall:.0%} of the roofline" if floor_ms else ""
-    print(f"{title}: {shown} ms{share}", flush=True)
-    described = {"measured": title, "hardware": HARDWARE, **figures, "kernels": kernels}
+    busy = sum(kernel[2] for kernel in kernels)
+    print(f"{title}: busy {busy:.2f} ms", flush=True)
+    described = {"measured": title, "hardware": HARDWARE, "busy": busy, "kernels": kernels[:12]}
     print(json.dumps(described), flush=True)
 
 
-def measure_decodes(llm: LLM, num_seqs: int) -> None:
-    number = WORKLOAD.num_steps
+def run_decodes(llm: LLM, num_seqs: int, measure: Measure) -> None:
+    number = WORKLOAD.num_decodes
     max_tokens = 2 * number + 100
     ids = [add(llm, WORKLOAD.context_len, max_tokens) for _ in range(num_seqs)]
     run_prefills(llm)
@@ -142,47 +164,37 @@ def measure_decodes(llm: LLM, num_seqs: int) -> None:
     floor_ms = 1e3 * 2 * numbers / PEAK.bytes_per_second  # of 2 bytes each
     measure(f"decode {num_seqs} x {WORKLOAD.context_len}", llm.step, number, floor_ms)
     if num_seqs == max(WORKLOAD.num_seqs):
-        llm.abort(ids.pop())  # makes room for the prompts
-
-        def step_with_prompt() -> None:
-            add(llm, WORKLOAD.short_prompt_len, 1)
-            llm.step()
-
-        step_with_prompt()
-        title = f"decode {num_seqs - 1} + a prompt of {WORKLOAD.short_prompt_len}"
-        measure(title, step_with_prompt, 12)
+        for _ in range(NUM_ABORTED):
+            llm.abort(ids.pop())
+        for prompt_len in WORKLOAD.joining_lens:
+            step = partial(add_and_step, llm, prompt_len)
+            step()
+            step()
+            measure(f"decode {len(ids)} + a prompt of {prompt_len}", step, NUM_MIXED, None)
     for request_id in ids:
         llm.abort(request_id)
     while not llm.is_finished():
         llm.step()
 
 
-def measure_prefill(llm: LLM, prompt_len: int) -> None:
-    def run() -> None:
-        add(llm, prompt_len, 1)
-        while not llm.is_finished():
-            llm.step()
-
-    run()
+def run_prefill(llm: LLM, prompt_len: int, measure: Measure) -> None:
+    step = partial(add_and_step, llm, prompt_len)
+    step()
+    step()
     flops = 2 * (SIZES.matrices * prompt_len + SIZES.head) + count_prefill(SIZES, prompt_len)
     floor_ms = 1e3 * flops / PEAK.flops_per_second
-    measure(f"prefill 1 x {prompt_len}", run, 5, floor_ms)
+    measure(f"prefill 1 x {prompt_len}", step, NUM_PREFILLS, floor_ms)
 
 
 def main() -> None:
     print(f"ceilings: {PEAK}")
-    with make_engine(max_num_seqs=max(WORKLOAD.num_seqs), max_model_len=2048) as llm:
-        for num_seqs in WORKLOAD.num_seqs:
-            measure_decodes(llm, num_seqs)
-    longest = max(WORKLOAD.prompt_lens)
-    with make_engine(
-        max_num_seqs=8,
-        max_model_len=longest + 64,
-        max_num_batched_tokens=max(8192, longest),
-        enforce_eager=True,
-    ) as llm:
-        for prompt_len in WORKLOAD.prompt_lens:
-            measure_prefill(llm, prompt_len)
+    measures: list[Measure] = [time_steps, profile_steps]
+    with make_engine() as llm:
+        for measure in measures:
+            for num_seqs in WORKLOAD.num_seqs:
+                run_decodes(llm, num_seqs, measure)
+            for prompt_len in WORKLOAD.prompt_lens:
+                run_prefill(llm, prompt_len, measure)
 
 
 if __name__ == "__main__":

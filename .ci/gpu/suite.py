@@ -8,6 +8,7 @@ Results are in $LOGS/NAME.tests, a JSON line each, and the output of pytest is i
 """
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -24,7 +25,7 @@ NO_TESTS = 5
 
 
 def run_pytest(record: Path, seconds: float, arguments: list[str]) -> int | None:
-    """Return the exit code of pytest, or None if the time is over."""
+    """Return the exit code of pytest, or None if the time is over or jobs.py ends this process."""
     path = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "SUITE_RECORD": str(record), "PYTHONPATH": os.pathsep.join(path)}
     command = [sys.executable, *PYTEST.split(), *arguments]
@@ -33,7 +34,7 @@ def run_pytest(record: Path, seconds: float, arguments: list[str]) -> int | None
             return subprocess.run(
                 command, env=environment, stdout=file, stderr=subprocess.STDOUT, timeout=seconds
             ).returncode
-        except subprocess.TimeoutExpired:
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):
             return None
 
 
@@ -58,6 +59,7 @@ def run_all(record: Path, seconds: float, arguments: list[str]) -> str:
 
 
 def main(name: str, seconds: str, *arguments: str) -> int:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     record = Path(os.environ["LOGS"]) / f"{name}.tests"
     record.write_text("")
     status = run_all(record, float(seconds), list(arguments))

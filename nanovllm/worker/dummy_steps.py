@@ -58,7 +58,8 @@ def run_test_steps(worker: Worker) -> None:
     """Compute a prompt beside a decode, and then two decodes, for self-tests.
 
     The steps have caches of their own, with random K/V and states. Each sequence has blocks and a
-    state slot.
+    state slot. The second step has other tokens, because equal ones would write nearly equal K/V,
+    and a layer that writes nothing would not be noticed.
     """
     length = min(_TEST_LEN, worker.max_model_len)  # tokens of each context
     blocks_per_seq = cdiv(length, worker.block_size)
@@ -68,11 +69,11 @@ def run_test_steps(worker: Worker) -> None:
     for cache in caches:
         cache.normal_(generator=random)
     numbers = torch.arange(num_blocks, dtype=torch.int32, device="cpu")
-    for query_lens in ([length, 1], [1, 1]):
+    for first_id, query_lens in ((0, [length, 1]), (7, [1, 1])):
         batch = make_batch(query_lens, [length, length], numbers.view(2, -1), worker.block_size)
         batch = replace(
             batch,
-            input_ids=batch.positions % worker.spec.vocab_size,
+            input_ids=(batch.positions + first_id) % worker.spec.vocab_size,
             read_slots=numbers[:2],
             write_slots=numbers[:2],
         )

@@ -25,6 +25,7 @@ from nanovllm.models.gemma3 import GeluMLP
 from nanovllm.models.olmo import OlmoNorm, OlmoSpec
 from nanovllm.models.quantized_layers import QUANTIZABLE, quantize_layer
 from nanovllm.utils.arithmetic import cdiv
+from nanovllm.utils.packing import copy_to
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -185,21 +186,22 @@ def make_delta_rule(shape, dtype=torch.float32, conv_size=4):
 def make_delta_step(layer, lengths, read_slots=None, write_slots=None):
     """Make the inputs of a step, which are parts of one projection, states, and a batch.
 
-    Equal arguments give equal numbers. By default, sequences read the first slots and write the
-    next ones.
+    They are on the device of the layer. Equal arguments give equal numbers. By default, sequences
+    read the first slots and write the next ones.
     """
     torch.manual_seed(sum(lengths))
     num_seqs = len(lengths)
     num_tokens = sum(lengths)
-    dtype = layer.conv_weight.dtype
+    weight = layer.conv_weight
     widths = [
         sum(layer.qkv_sizes),
         layer.qkv_sizes[2],
         layer.num_value_heads,
         layer.num_value_heads,
     ]
-    inputs = DeltaInputs(*torch.randn(num_tokens, sum(widths)).to(dtype).split(widths, dim=1))
-    window_size = (layer.conv_weight.shape[2] - 1) * sum(layer.qkv_sizes)
+    projection = torch.randn(num_tokens, sum(widths)).to(weight)
+    inputs = DeltaInputs(*projection.split(widths, dim=1))
+    window_size = (weight.shape[2] - 1) * sum(layer.qkv_sizes)
     states = torch.randn(max(2 * num_seqs, 9), layer.matrices_size + window_size)
     read_slots = range(num_seqs) if read_slots is None else read_slots
     write_slots = range(num_seqs, 2 * num_seqs) if write_slots is None else write_slots
@@ -208,7 +210,7 @@ def make_delta_step(layer, lengths, read_slots=None, write_slots=None):
         read_slots=torch.tensor([*read_slots], dtype=torch.int32),
         write_slots=torch.tensor([*write_slots], dtype=torch.int32),
     )
-    return inputs, states, batch
+    return inputs, states.to(weight.device), copy_to(batch, weight.device)
 
 
 def compare_delta_rules(lengths, shape, dtype):

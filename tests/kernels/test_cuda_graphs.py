@@ -10,9 +10,19 @@ from typing import Annotated
 
 import pytest
 import torch
-from conftest import DEVICE, ON_GPU, generate_ids, greedy, make_batch, random_prompt
+from conftest import (
+    DEVICE,
+    ON_GPU,
+    Oracle,
+    generate_ids,
+    greedy,
+    make_batch,
+    make_checkpoint,
+    random_prompt,
+)
 from families import make_family
 from torch import Tensor, nn
+from transformers import Qwen3_5TextConfig
 
 from nanovllm import batch as batch_module
 from nanovllm.batch import Batch
@@ -133,30 +143,42 @@ def test_a_tensor_of_another_shape_is_an_error(make_longer_batch):
         pack(make_longer_batch([7, 8], [1, 2, 3]))
 
 
+@pytest.fixture
+def make_replaying(make_llm, monkeypatch):
+    """A function that makes an engine, and a list of the sequences and rows of its replays."""
+
+    def make(model, **options):
+        llm = make_llm(
+            str(model), device=DEVICE.type, attention_backend="triton", max_model_len=32,
+            kvcache_block_size=16, **options,
+        )  # fmt: skip
+        worker = llm.executor.worker
+        if not ON_GPU:
+            monkeypatch.setattr(graphs, "capture", capture_nothing)
+            sizes = list_batch_sizes(min(worker.num_lanes, worker.max_num_batched_tokens))
+            batch = make_dummy_batch(worker, [1])
+            with torch.inference_mode():
+                worker.graphs = CudaGraphs(worker.model, worker.kv_caches, sizes, batch)
+        replay = worker.graphs.run
+        steps = []
+
+        def record(batch):
+            hidden = replay(batch)
+            assert len(hidden) == len(batch.logits_indices)
+            steps.append((len(batch.context_lens), len(hidden)))
+            return hidden
+
+        monkeypatch.setattr(worker.graphs, "run", record)
+        return llm, steps
+
+    return make
+
+
 @pytest.mark.parametrize("name", ["qwen3", "gemma3-untied"])
-def test_engine_with_graphs_matches_transformers(tmp_path, make_llm, monkeypatch, name):
+def test_engine_with_graphs_matches_transformers(tmp_path, make_replaying, name):
     """Of batches that grow and shrink, with padding rows, chunks of one token and windows of 2."""
     oracle = make_family(tmp_path, name)
-    llm = make_llm(
-        str(tmp_path), device=DEVICE.type, attention_backend="triton", max_model_len=32,
-        max_num_seqs=5, max_num_batched_tokens=5, kvcache_block_size=16,
-    )  # fmt: skip
-    worker = llm.model_runner.executor.worker
-    if not ON_GPU:
-        monkeypatch.setattr(graphs, "capture", capture_nothing)
-        batch = make_dummy_batch(worker, [1])
-        with torch.inference_mode():
-            worker.graphs = CudaGraphs(worker.model, worker.kv_caches, list_batch_sizes(5), batch)
-    replay = worker.graphs.run
-    steps = []
-
-    def record(batch):
-        hidden = replay(batch)
-        assert len(hidden) == len(batch.logits_indices)
-        steps.append((len(batch.context_lens), len(hidden)))
-        return hidden
-
-    monkeypatch.setattr(worker.graphs, "run", record)
+    llm, steps = make_replaying(tmp_path, max_num_seqs=5, max_num_batched_tokens=5)
     lengths = [14, 1, 2, 3, 6]  # of the prompts
     prompts = [random_prompt(i, length) for i, length in enumerate(lengths)]
     numbers = [8, 5, 7, 5, 4]
@@ -164,6 +186,27 @@ def test_engine_with_graphs_matches_transformers(tmp_path, make_llm, monkeypatch
     assert generate_ids(llm, prompts, [greedy(number) for number in numbers]) == expected
     assert {num_seqs for num_seqs, _ in steps} >= {1, 3, 5}
     assert any(num_seqs > num_logits for num_seqs, num_logits in steps)
+
+
+@pytest.mark.parametrize("budget", [1, 15])
+def test_chunks_of_one_token_without_logits_are_replayed(tmp_path, make_replaying, budget):
+    """By the budget, or because a chunk ends where the state is kept: 18 = 15 + 1 + 2 tokens."""
+    reference = make_checkpoint(
+        tmp_path,
+        family=Qwen3_5TextConfig,
+        layer_types=["linear_attention", "full_attention"],
+        linear_num_key_heads=1,
+        linear_num_value_heads=1,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+    )
+    oracle = Oracle(reference)
+    llm, steps = make_replaying(tmp_path, max_num_batched_tokens=budget)
+    prefix = random_prompt(0, 16)
+    for last in (1, 2, 3):
+        prompt = [*prefix, last, last]
+        assert generate_ids(llm, [prompt], greedy(2)) == [oracle(prompt, 2)]
+    assert (1, 0) in steps
 
 
 @pytest.mark.gpu

@@ -20,9 +20,7 @@ from kernel_helpers import make_delta_rule, make_delta_step, optimize, quantize,
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm.checkpoints.quantization import INT4, INT8
-from nanovllm.layers.gated_delta import DeltaInputs
 from nanovllm.layers.linear import ColumnParallelLinear
-from nanovllm.utils.packing import copy_to
 
 pytestmark = pytest.mark.gpu
 graphs_and_eager = pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
@@ -112,14 +110,11 @@ def test_quantized_layers_match_plain_ones_in_a_graph(scheme, num_rows):
 @pytest.mark.parametrize("query_lens", [[1] * 7, [1, 300, 2, 33, 1, 64, 5]], ids=str)
 def test_the_delta_rule_matches_the_plain_layer_without_host_synchronization(query_lens):
     """In a CUDA graph, whose capture fails at a synchronization. Some slots are also written."""
-    layer = make_delta_rule((16, 32, 128, 128), torch.bfloat16)
+    layer = make_delta_rule((16, 32, 128, 128), torch.bfloat16).to("cuda")
     slots = ([1, 1, 2, 3, 4, 5, 6], [7, 8, 2, 3, 4, 5, 6])
-    on_cpu, initial_states, batch = make_delta_step(layer, query_lens, *slots)
-    layer = layer.to("cuda")
-    inputs = DeltaInputs(*[each.to("cuda") for each in on_cpu])
-    states = initial_states.to("cuda")
-    batch = copy_to(batch, torch.device("cuda"))
-    expected_states = states.clone()
+    inputs, initial_states, batch = make_delta_step(layer, query_lens, *slots)
+    states = initial_states.clone()
+    expected_states = initial_states.clone()
     expected = layer(inputs, expected_states, batch)
     optimize(layer, "triton", torch.bfloat16)
     layer(inputs, states, batch)

@@ -1,12 +1,23 @@
 """What is wrong on a GPU is found at the start of an engine, and plain torch takes its place."""
 
+from copy import deepcopy
 from functools import partial
 from importlib import import_module
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import generate_ids, greedy, make_batch, make_checkpoint, random_prompt
+from conftest import (
+    DEVICE,
+    ON_GPU,
+    generate_ids,
+    greedy,
+    make_batch,
+    make_checkpoint,
+    random_prompt,
+)
+from families import make_family
 from kernel_helpers import CPU, make_spec, needs_triton, randomize, triton_layers
 from torch import nn
 from transformers import Qwen3_5TextConfig
@@ -16,6 +27,8 @@ from nanovllm.checkpoints.quantization import INT8
 from nanovllm.engine.sequence import Sequence
 from nanovllm.kernels import kernelize, replacement
 from nanovllm.kernels.cuda import graphs
+from nanovllm.kernels.fallback import find_failure
+from nanovllm.kernels.layer_check import Call, check_call
 from nanovllm.kernels.optimized_layer import OptimizedLayer
 from nanovllm.layers import attention as torch_backend
 from nanovllm.layers.gated_delta import GatedDeltaRule
@@ -108,14 +121,101 @@ def test_a_layer_that_does_not_store_keys_and_values_is_wrong(stand_ins, capfd, 
     assert "FastAttention is replaced by Attention" in capfd.readouterr().err
 
 
+# Each kind of decoder, of norms and of states, with windows and quantized weights.
+TWO_LAYERS = {"num_hidden_layers": 2}
+REAL_MODELS = {
+    "qwen2": {},
+    "qwen3": {},
+    "ministral-windows": {},
+    "granite": {},
+    "olmo3": {},
+    "smollm3": TWO_LAYERS,
+    "qwen3-moe": {},
+    "qwen3.5-moe": {**TWO_LAYERS, "layer_types": ["linear_attention", "full_attention"]},
+}
+# The interpreter multiplies bfloat16 incorrectly.
+REAL_DTYPES = ["float32", "bfloat16" if ON_GPU else "float16"]
+
+
+@pytest.fixture
+def use_triton(monkeypatch):
+    """A function that lets kernelize replace layers by those for GPUs from now on."""
+    kinds = []
+    monkeypatch.setattr(replacement, "find_optimized_layers", lambda *_: kinds)
+    return lambda: kinds.extend(triton_layers().OPTIMIZED_LAYERS)
+
+
 @needs_triton
-def test_the_kernels_for_gpus_pass(monkeypatch, capfd):
-    layers = triton_layers()
-    monkeypatch.setattr(replacement, "find_optimized_layers", lambda *_: layers.OPTIMIZED_LAYERS)
-    model, run = make_model(import_module("nanovllm.kernels.cuda.attention"))
-    kernelize(model, CPU, torch.float32, run)
-    assert {type(each) for each in model.modules()}.isdisjoint(LAYERS)
+@pytest.mark.parametrize("dtype", REAL_DTYPES)
+@pytest.mark.parametrize("name, quantization", [*product(REAL_MODELS, [None]), ("qwen3", "int8")])
+def test_no_right_layer_is_replaced(
+    tmp_path, monkeypatch, use_triton, capfd, name, quantization, dtype
+):
+    """In the whole self-test of an engine, but for attention, which has a check of its own."""
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    make_family(tmp_path, name, **sizes, **REAL_MODELS[name])
+    triton_backend = import_module("nanovllm.kernels.cuda.attention")
+    monkeypatch.setattr(triton_backend, "attend", torch_backend.attend)  # faster if interpreted
+    llm = LLM(
+        str(tmp_path), device=DEVICE.type, dtype=dtype, attention_backend="triton",
+        num_kvcache_blocks=64, enforce_eager=True, quantization=quantization,
+    )  # fmt: skip
+    worker = llm.executor.worker
+    use_triton()
+    capfd.readouterr()
+    assert kernelize(worker.model, DEVICE, worker.spec.dtype, partial(run_test_steps, worker))
     assert not capfd.readouterr().err
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", REAL_DTYPES)
+def test_a_right_sampler_is_not_replaced(use_triton, capfd, dtype):
+    sampler = Sampler(97).to(DEVICE)
+    use_triton()
+    run = partial(sample_test_rows, sampler, getattr(torch, dtype), Sequence)
+    assert kernelize(sampler, DEVICE, getattr(torch, dtype), run) == ["Sampler"]
+    assert not capfd.readouterr().err
+
+
+def write(output, *written):
+    """A layer that returns `output` and writes each of `written` to one of its arguments."""
+
+    def run(*args):
+        for arg, values in zip(args, written, strict=True):
+            arg.copy_(values)
+        return output
+
+    return run
+
+
+def test_errors_are_relative_to_a_change_or_to_what_is_written_again():
+    ones = torch.ones(4)
+    ulp = torch.finfo(torch.float32).eps
+    cases = [
+        # Before, expected, written, whether that is right.
+        (ones, ones, ones + ulp, True),
+        (ones, ones + ulp, ones, True),
+        (ones, ones + ulp, ones - 3 * ulp, True),
+        (ones, ones, ones + 0.001, False),
+        (ones, ones + 0.001, ones, False),  # a state that changes little, and is not written
+        (ones, ones + 0.001, ones + 0.001001, True),
+        (0 * ones, 0 * ones, ulp * ones, False),
+        (ones, 0 * ones, 0 * ones, True),
+        (ones, ones, torch.nan * ones, False),
+    ]
+    # Most of a cache is not written, and must not hide errors.
+    others = torch.full((10**6,), 9.0)
+    for before, expected, written, is_right in cases:
+        args = [torch.cat((others, part)) for part in (before, expected, written)]
+        call = Call(write(ones, args[2]), (args[0],), ones, (args[1],))
+        failure = find_failure(check_call, call)
+        assert (failure is None) == is_right, (before, expected, written)
+
+
+@pytest.mark.parametrize("output, is_right", [(0.0, True), (1e-9, False)])
+def test_zeros_are_compared(output, is_right):
+    call = Call(write(torch.full((3,), output)), (), torch.zeros(3), ())
+    assert (find_failure(check_call, call) is None) == is_right
 
 
 @pytest.mark.parametrize("wrong", [add_one, fail])
@@ -137,6 +237,22 @@ def test_an_engine_replaces_a_wrong_sampler(make_llm, stand_ins, capfd, wrong):
     assert type(runner.sampler) is Sampler
     assert "FastSampler is replaced by Sampler" in capfd.readouterr().err
     assert generate_ids(llm, random_prompt(0, 9), greedy(5)) == expected
+
+
+@pytest.mark.parametrize("layer", [Attention, DecoderLayers])
+def test_a_decode_that_does_not_store_keys_and_values_is_wrong(make_llm, stand_ins, capfd, layer):
+    """The steps for self-tests must not write what is there already."""
+
+    def forget_decodes(layer, x, cos_sins, kv_caches, batch):
+        if batch.max_seqlen_q == 1:
+            kv_caches = deepcopy(kv_caches)
+        return layer.replaces.forward(layer, x, cos_sins, kv_caches, batch)
+
+    worker = make_llm(device="cpu", enable_kernels=False).executor.worker
+    stand_ins[layer].forward = forget_decodes
+    capfd.readouterr()
+    kernelize(worker.model, CPU, torch.float32, partial(run_test_steps, worker))
+    assert f"{stand_ins[layer].__name__} is replaced by" in capfd.readouterr().err
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from conftest import DEVICE
 from kernel_helpers import make_delta_rule, make_delta_step, needs_triton, optimize
 
 pytestmark = needs_triton
@@ -24,7 +25,7 @@ STEPS = {
 @pytest.mark.parametrize("dtype, query_lens, read_slots, write_slots", STEPS.values(), ids=STEPS)
 @pytest.mark.parametrize("shape, conv_size", SHAPES.values(), ids=SHAPES)
 def test_steps_match_the_plain_layer(shape, conv_size, dtype, query_lens, read_slots, write_slots):
-    layer = make_delta_rule(shape, dtype, conv_size)
+    layer = make_delta_rule(shape, dtype, conv_size).to(DEVICE)
     inputs, states, batch = make_delta_step(layer, query_lens, read_slots, write_slots)
     expected_states = states.clone()
     expected = layer(inputs, expected_states, batch)

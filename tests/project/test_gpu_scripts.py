@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tarfile
+import time
 
 import pytest
 from project_helpers import ROOT
@@ -105,10 +106,9 @@ def test_jobs_stop_in_time_and_leave_their_results(tmp_path, monkeypatch, capsys
 
     figures = """printf 'decode 1\\nnoise\\n{"ms": 5}\\n{"half of a line'"""
     child = 'import subprocess as s; s.run(["sleep", "30"])'
-    runner = jobs.Runner("a fast GPU", 300, one_thread=True)
-    assert not runner.has_failed
+    runner = jobs.Runner("a fast GPU", time.monotonic() + 300, one_thread=True)
     runner.run("first", [jobs.Job("figures", 30, figures)], side_by_side=False)
-    assert not runner.has_failed
+    assert not runner.failures
     wrong = "FastMLP is replaced by MLP, which is slower; please report this: the error is 2"
     more = [
         jobs.Job("slow", 1, f"python -c '{child}'"),
@@ -117,9 +117,10 @@ def test_jobs_stop_in_time_and_leave_their_results(tmp_path, monkeypatch, capsys
     ]
     runner.run("second", more, side_by_side=True)
     runner.finish()
-    assert runner.has_failed
     summary = (tmp_path / "summary.txt").read_text()
-    assert summary in capsys.readouterr().out
+    assert summary == capsys.readouterr().out
+    failures = summary.partition("== failures: 2\n")[2].splitlines()
+    assert sorted(failures) == ["slow: OUT OF TIME after 1 s", f"wrong: {wrong}"]
     for part in ("a fast GPU", "\ndecode 1\n", "slow: OUT OF TIME", wrong, "missing: [Errno 2]"):
         assert part in summary
     assert "noise" not in summary
@@ -158,3 +159,30 @@ def test_what_no_time_is_left_for_is_named(tmp_path, monkeypatch):
     done = run("20", "dry")
     assert done.returncode == 0
     assert "left over: bash .ci/gpu/run 20 dry" in done.stdout
+
+
+def test_an_interrupted_run_tells_what_has_failed(tests):
+    """For example by a time limit of the machine."""
+    program = """
+import jobs, signal, sys, time
+signal.signal(signal.SIGTERM, signal.default_int_handler)
+suite = jobs.Job("few", 60, f"python {jobs.ROOT}/.ci/gpu/suite.py few SECONDS PATH")
+runner = jobs.Runner("a fast GPU", time.monotonic() + 60, one_thread=True)
+try:
+    runner.run("both", [jobs.Job("slow", 60, "sleep 60"), suite], side_by_side=True)
+except KeyboardInterrupt:
+    runner.finish()
+""".replace("PATH", f"{tests}/test_few.py -k 'loses or hangs'")
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        env={**os.environ, "OUT": str(tests), "TMPDIR": str(tests), "PYTHONPATH": str(SCRIPTS)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    while not any(["test_hangs" in record.read_text() for record in tests.glob("*/few.tests")]):
+        time.sleep(0.1)
+    process.terminate()
+    shown, _ = process.communicate()
+    failures = shown.partition("== failures: 4\n")[2].splitlines()
+    for failure in ("slow: FAILED", "few: FAIL failed", "few: FAIL out of time", "few: FAILED"):
+        assert any([line.startswith(failure) for line in failures])
