@@ -165,8 +165,10 @@ def _filter_kernel(
 
     mass = tl.sum(masses)
     kept_mass = mass
-    # Nothing is cut yet: all tokens stay.
-    cut = _Cut(float("-inf"), vocab_size, mass, 0, 0.0)
+    # Nothing is cut yet: all tokens stay. Triton 3.4 takes variables and literals in a named tuple,
+    # but not the result of float().
+    lowest = float("-inf")
+    cut = _Cut(lowest, vocab_size, mass, 0, 0.0)
     if (top_k < vocab_size) & (highest < float("inf")):
         cut = _find_cut(logits_ptr, vocab_size, highest, scale, cut, top_k, float("inf"), BLOCK)
         # More than top_k tokens stay if some have the logit of the cut. Only top_k of them count.
