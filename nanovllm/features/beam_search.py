@@ -123,8 +123,8 @@ def make_outputs(search: BeamSearch, requests: list[Request]) -> list[RequestOut
     outputs: list[RequestOutput] = []
     for beam, request in zip(search.finished, requests, strict=True):
         request.token_ids += beam.token_ids
-        request.logprobs = beam.logprobs
         request.finish_reason = beam.finish_reason
         request.num_cached_tokens = search.num_cached_tokens
+        request.commit(beam.logprobs)
         outputs.append(request.output())
     return outputs
