@@ -37,12 +37,17 @@ def browse(page, *options, fragment=""):
     return done
 
 
-def run_script(page, script):
-    """Run the body of a JavaScript function in `page`, and return its result."""
+def run_script(page, script, *options):
+    """Run the body of an async JavaScript function in `page`, and return its result.
+
+    It may await what is resolved without a timer.
+    """
     probe = page.with_suffix(".probe.html")
-    call = f"document.body.textContent = JSON.stringify((() => {{{script}}})())"
-    probe.write_text(f"{page.read_text()}<script>{call}</script>")
-    done = browse(probe, "--dump-dom")
+    show = "(result) => { document.body.textContent = JSON.stringify(result); }"
+    probe.write_text(
+        f"{page.read_text()}<script>(async () => {{{script}}})().then({show})</script>"
+    )
+    done = browse(probe, "--dump-dom", *options)
     body = re.search("<body.*?>(.*?)</body>", done.stdout, flags=re.DOTALL)
     assert body, done.stdout[-2000:]
     return json.loads(html.unescape(body[1]).replace("\xa0", " "))

@@ -320,6 +320,8 @@ def check_blocks(manager: BlockManager, held: list[int]) -> None:
         if block.hash != -1:
             listed.append((block.hash, block.block_id))
     assert sorted(manager.hash_to_block_id.items()) == sorted(listed)
+    free = [manager.blocks[block_id] for block_id in manager.free_block_ids]
+    assert manager.count_states()["reusable"] == sum(block.is_cached for block in free)
 
 
 def make_sampling_batch(

@@ -113,8 +113,10 @@ def start(evenings: list[Evening], directory: Path) -> int:
     require_checkout()
     if directory.exists():
         raise CourseError(f"{directory} exists: choose a directory that does not exist yet")
+    copy = directory.resolve()
+    if copy.is_relative_to(ROOT.resolve()):
+        raise CourseError(f"{directory} is within {ROOT}: choose one outside of the project")
     is_changed = run_git(ROOT, "status", "--porcelain") != ""
-    copy = directory.absolute()
     run_git(ROOT, "clone", "--quiet", str(ROOT), str(copy))
     if REFERENCE not in run_git(copy, "tag").split():  # a copy of a copy keeps the first reference
         run_git(copy, "tag", REFERENCE)

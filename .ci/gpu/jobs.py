@@ -120,7 +120,8 @@ class Runner:
         shown = re.compile(job.shown) if job.shown else FIGURES
         lines = [line for line in text if line in failures or shown.search(line)][-MAX_LINES:]
         if problem:
-            lines += [line for line in text if line.strip()][-1:]
+            last_lines = [line for line in text if line.strip()][-1:]
+            lines += [line for line in last_lines if line not in lines]
             failures.append(problem)
         lines.append(f"-- {job.name}: {problem or 'done'} ({time.monotonic() - start:.0f} s)")
         return Outcome(

@@ -100,8 +100,12 @@ def read_config(directory: Path) -> PretrainedConfig:
         config = AutoConfig.from_pretrained(directory, **LOCAL)
         text_config = config.get_text_config()
         if text_config is not config:
-            for name in ("architectures", "name_or_path", "tie_word_embeddings"):
-                setattr(text_config, name, getattr(config, name, None))
+            text_config.name_or_path = config.name_or_path
+            # Only what the file states, because the class of the whole config has defaults of its
+            # own.
+            stated = read_json(path)
+            for name in stated.keys() & {"architectures", "tie_word_embeddings"}:
+                setattr(text_config, name, stated[name])
             text_config.dtype = text_config.dtype or config.dtype
             outer_ids = _list_ids(getattr(config, "eos_token_id", None))
             text_config.eos_token_id = outer_ids + _list_ids(text_config.eos_token_id)
@@ -127,9 +131,15 @@ def _list_quantization(directory: Path, *configs: PretrainedConfig) -> Iterator[
 def read_tokenizer(directory: Path) -> PreTrainedTokenizerBase | None:
     """Load the tokenizer. Return None if the checkpoint has none.
 
-    Raises ValueError if it cannot be loaded.
+    Raises ValueError if it cannot be loaded, or has a format that is not supported.
     """
     if not any((directory / name).is_file() for name in _VOCABULARIES):
+        for path in [directory / "tekken.json", *directory.glob("*.model")]:
+            if path.is_file():
+                raise ValueError(
+                    f"{path} is a tokenizer in a format that is not supported: add a tokenizer.json"
+                    " that was converted from it, or remove it to serve prompts of token ids"
+                )
         return None
     problem = (  # the error of transformers always names tiktoken
         f"cannot load the tokenizer in {directory} (a tokenizer.model without tokenizer.json needs"

@@ -75,6 +75,7 @@ class BlockManager:
         self.blocks = [Block(block_id) for block_id in range(self.num_blocks)]
         self.free_block_ids = OrderedDict[int, None].fromkeys(range(self.num_blocks))
         self.hash_to_block_id: dict[int, int] = {}
+        self.num_reusable = 0  # free blocks that are cached
         self.blocked: SearchMemo | None = None  # of the newest failed allocation
 
     @classmethod
@@ -92,12 +93,9 @@ class BlockManager:
     def count_states(self) -> dict[str, int]:
         """Count the blocks in use, the free ones that are cached, and the others."""
         num_free = len(self.free_block_ids)
-        num_reusable = len([i for i in self.free_block_ids if self.blocks[i].is_cached])
-        return {
-            "used": self.num_blocks - num_free,
-            "reusable": num_reusable,
-            "empty": num_free - num_reusable,
-        }
+        num_empty = num_free - self.num_reusable
+        num_used = self.num_blocks - num_free
+        return {"used": num_used, "reusable": self.num_reusable, "empty": num_empty}
 
     def find_prefix(self, seq: Sequence) -> list[Block]:
         """Find the longest chain of cached blocks at the start of `seq`.
@@ -182,9 +180,10 @@ class BlockManager:
         return True
 
     def share(self, block: Block) -> None:
-        """Add a block, which may be free, to one more block table."""
+        """Add a cached block, which may be free, to one more block table."""
         if block.ref_count == 0:
             del self.free_block_ids[block.block_id]
+            self.num_reusable -= 1
         block.ref_count += 1
 
     def take(self) -> int:
@@ -226,6 +225,8 @@ class BlockManager:
             del self.hash_to_block_id[block.hash]
             block.hash = -1
             block.token_ids = []
+            if block.ref_count == 0:
+                self.num_reusable -= 1
 
     def release(self, seq: Sequence) -> None:
         """Release all blocks of `seq`."""
@@ -250,6 +251,8 @@ class BlockManager:
             # A cached block is the last to be taken, and an uncached block the first.
             self.free_block_ids[block_id] = None
             self.free_block_ids.move_to_end(block_id, last=block.is_cached)
+        if block.is_cached and block.ref_count == 0:
+            self.num_reusable += 1
         if not block.is_cached:
             self._refresh_cached_copy(seq, index)
 

@@ -127,5 +127,6 @@ def make_outputs(search: BeamSearch, requests: list[Request]) -> list[RequestOut
         request.finish_reason = beam.finish_reason
         request.commit(beam.logprobs)
         request.num_cached_tokens = search.num_cached_tokens
+        request.commit(beam.logprobs)
         outputs.append(request.output())
     return outputs

@@ -9,7 +9,14 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nanovllm.config import MAX_HEAD_DIM, MAX_SIZE
 from nanovllm.layers.rotary import RopeSpec
-from nanovllm.utils.checks import check_choice, check_fraction, check_int
+from nanovllm.utils.checks import (
+    check_choice,
+    check_fraction,
+    check_int,
+    check_number,
+    check_type,
+    invalid,
+)
 
 ATTENTION_TYPES = ("full_attention", "sliding_attention")  # of layer_types
 _ROPE_TYPES = ("default", "dynamic", "linear", "yarn", "llama3")
@@ -85,6 +92,8 @@ def read_rope(
             f"type={old_type!r} and rope_type={rope_type!r} contradict each other: set only"
             " rope_type in rope_scaling"
         )
+    if rope_type == "longrope":
+        _check_factors(rope, int(head_dim * share) // 2)
     if rope_type in ("default", "dynamic"):  # "dynamic" changes only contexts above max_len
         spec = RopeSpec.from_base(rope["rope_theta"], int(head_dim * share))
     else:
@@ -100,6 +109,17 @@ def read_rope(
     return spec
 
 
+def _check_factors(rope: dict[str, Any], num_pairs: int) -> None:
+    for name in ("short_factor", "long_factor"):
+        factors: Any = rope.get(name)
+        check_type(name, factors, (list,), "a list of numbers")
+        if len(factors) != num_pairs:
+            meaning = f"{num_pairs} numbers, one for each pair of dimensions that RoPE rotates"
+            raise invalid(name, f"must have {meaning}, not {len(factors)}")
+        for factor in factors:
+            check_number(name, factor, low=0.0, open_low=True)
+
+
 def read_max_len(config: PretrainedConfig, max_model_len: int | None) -> int:
     """Return the number of valid positions. Some RoPE types extend max_position_embeddings.
 
@@ -110,14 +130,15 @@ def read_max_len(config: PretrainedConfig, max_model_len: int | None) -> int:
     """
     rope = _read_parameters(config)
     max_len = config.max_position_embeddings  # llama3's and longrope's includes the extension
-    if rope["rope_type"] == "longrope":
-        original = rope["original_max_position_embeddings"]
-        if max_model_len is None or max_model_len <= original:
+    if rope["rope_type"] in ("longrope", "yarn"):
+        name = "original_max_position_embeddings"
+        original = check_int(name, rope.get(name, max_len), 1, MAX_SIZE)
+        if rope["rope_type"] == "yarn":
+            max_len = original
+        elif max_model_len is None or max_model_len <= original:
             max_len = min(max_len, original)
-    if rope["rope_type"] == "yarn":
-        max_len = rope.get("original_max_position_embeddings", max_len)
     if rope["rope_type"] in ("linear", "yarn"):
-        max_len = int(max_len * rope["factor"])
+        max_len = int(max_len * check_number("factor", rope.get("factor"), low=0.0, open_low=True))
     return check_int("max_position_embeddings, extended by factor,", max_len, 1, MAX_SIZE)
 
 

@@ -4,13 +4,11 @@ Work on a request is cancelled when its client disconnects, or when the engine s
 """
 
 import asyncio
-import gc
 import json
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -78,11 +76,10 @@ class Bodies:
             self.total_bytes -= len(data)
 
     async def _parse(self, data: bytearray, parse: Callable[[JsonObject], T]) -> T:
-        is_large = len(data) > SMALL_BODY_BYTES
-        executor = self.large if is_large else None
+        executor = self.large if len(data) > SMALL_BODY_BYTES else None
         if any(name in data for name in CONSTRAINTS):
             executor = self.compilers
-        return await self.call(partial(_parse, data, parse, is_large), executor)
+        return await self.call(lambda: parse(_load(data)), executor)
 
     async def call(self, prepare: Callable[[], T], executor: ThreadPoolExecutor | None = None) -> T:
         """Return prepare(), called in a thread.
@@ -109,21 +106,6 @@ class Bodies:
             raise ApiError(message, status=413)
         if num_bytes > SMALL_BODY_BYTES and self.total_bytes > MAX_TOTAL_BYTES:
             raise ApiError("too many large bodies arrive at once: try again later", status=503)
-
-
-def _parse(data: bytearray, parse: Callable[[JsonObject], T], is_large: bool) -> T:
-    """Parse a body, a large one without garbage collection.
-
-    The event loop waits for json.loads and for garbage collection, because they do not release the
-    GIL. Garbage collection would make millions of lists take 6 times as long.
-    """
-    if is_large:
-        gc.disable()
-    try:
-        return parse(_load(data))
-    finally:
-        if is_large:
-            gc.enable()
 
 
 def _load(data: bytearray) -> JsonObject:

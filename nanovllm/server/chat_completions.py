@@ -4,7 +4,6 @@ With a reasoning parser, a constraint holds behind the reasoning, unless the pro
 """
 
 import json
-from bisect import bisect_left
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -197,16 +196,28 @@ class ChatReply(Reply):
         return self._count_tokens(index, parser.reasoning_end) - num_before
 
     def _count_tokens(self, index: int, num_chars: int) -> int:
-        """Return how many tokens of a choice have a part of the text's first characters."""
+        """Return how many tokens of a choice have a part of the text's first characters.
+
+        A step of the search decodes half as many tokens as the one before it, because other
+        requests wait for all of them.
+        """
         prompt = self.newest[index]["prompt_token_ids"]
-        token_ids = self.newest[index]["token_ids"]
-        reader = self._make_detokenizer(prompt)
-
-        def count_chars(num_tokens: int) -> int:
-            text = reader.read(prompt + token_ids[:num_tokens], is_last=True)
-            return len(text.rstrip("\ufffd"))  # without a character that is incomplete
-
-        return bisect_left(range(len(token_ids)), num_chars, key=count_chars)
+        token_ids = prompt + self.newest[index]["token_ids"]
+        num_read = start = len(prompt)
+        end = len(token_ids)
+        while start < end:
+            middle = (start + end) // 2
+            reader = self._make_detokenizer(token_ids[:num_read])
+            text = reader.read(token_ids[:middle], is_last=True)
+            num_new = len(text.rstrip("\ufffd"))  # without a character that is incomplete
+            if num_new >= num_chars:
+                end = middle
+                continue
+            start = middle + 1
+            if num_new == len(text):
+                num_chars -= num_new
+                num_read = middle
+        return end - len(prompt)
 
     def _make_detokenizer(self, prompt: list[int], stops: tuple[str, ...] = ()) -> Detokenizer:
         tokenizer: Any = self.vocabulary.tokenizer  # without one, there are no chats

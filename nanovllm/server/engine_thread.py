@@ -111,9 +111,9 @@ class EngineThread(threading.Thread):
                 self._streams.discard(stream)
                 self._queue(partial(self._abort, stream))
 
-    async def call(self, function: Callable[..., object], *args: Any) -> None:
-        """Run function(*args) in the engine thread, between two steps. It can raise."""
-        future: Future[object] = Future()
+    async def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Return function(*args), run in the engine thread between two steps. It can raise."""
+        future: Future[Any] = Future()
 
         def command() -> None:
             if not future.set_running_or_notify_cancel():
@@ -126,7 +126,7 @@ class EngineThread(threading.Thread):
         with self._condition:
             self.raise_if_stopped()
             self._queue(command)
-        await asyncio.wrap_future(future)
+        return await asyncio.wrap_future(future)
 
     def _queue(self, command: Callable[[], None]) -> None:
         """Run a command between two steps. Call it with the lock of the condition."""

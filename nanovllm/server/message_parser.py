@@ -107,7 +107,7 @@ class MessageParser(CallParser):
         self.call_tags = (TOOL_CALL, FUNCTION) if tools else ()
         self.num_without_calls = 0  # characters that were searched for calls in vain
         self.in_block = False  # in a block without a call
-        self.parse = self._parse(may_think=parses_reasoning and not self.in_reasoning)
+        self.parse = self._parse(may_think=parses_reasoning)
 
     def feed(self, text: str, is_last: bool) -> JsonObject:
         """Return OpenAI's delta for more text. `is_last` if none follows."""
@@ -117,10 +117,11 @@ class MessageParser(CallParser):
         return self.delta.take()
 
     def _parse(self, may_think: bool) -> Waiting[None]:
-        """Parse the reply. `may_think` if it can begin with <think>."""
-        if may_think:
+        """Parse the reply. `may_think` if it can begin with <think>, even after the prompt's."""
+        while may_think:
             start, tag = yield from self.skip(0, (THINK,))
-            if tag == THINK:
+            may_think = tag == THINK
+            if may_think:
                 self.take(start + len(THINK))
                 self.in_reasoning = True
                 self.reasoning_start = self.num_taken

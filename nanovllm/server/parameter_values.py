@@ -21,6 +21,8 @@ TYPES: dict[str, tuple[type, ...]] = {
 # Without a type, any value is valid. Numbers and booleans then stay strings.
 DEFAULT_TYPES = ["null", "array", "object", "string"]
 COMBINATIONS = ("allOf", "anyOf", "oneOf")
+# Written in any case, as the JSON that they mean.
+WORDS = {"true": "true", "false": "false", "null": "null", "none": "null"}
 # What Python's parser and json.dumps raise. The parser's stack can overflow, too.
 LITERAL_ERRORS = (ValueError, SyntaxError, TypeError, RecursionError, MemoryError)
 
@@ -99,6 +101,7 @@ def _resolve(reference: str, root: object) -> object:
 
 def _read_literal(text: str) -> tuple[Any, str]:
     """Return a value that is written in JSON or in Python, and its JSON. Others are a str."""
+    text = WORDS.get(text.lower(), text)
     with suppress(ValueError, RecursionError):
         return json.loads(text, parse_constant=_reject), text  # as written, so numbers are exact
     for read in (partial(json.loads, strict=False), ast.literal_eval):

@@ -48,8 +48,10 @@ def select(body: JsonObject, table: Table, prefix: str = "") -> JsonObject:
     return given
 
 
-def _simplify(value: Any) -> Any:
-    """Return an int for an integer that is written as a float. JavaScript and Go can do so."""
+def _simplify(value: Any, depth: int = 2) -> Any:
+    """Return an int for an integer that is written as a float, also in lists, as in vLLM."""
+    if depth > 0 and isinstance(value, list) and not {float, list}.isdisjoint(map(type, value)):
+        return [_simplify(each, depth - 1) for each in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

@@ -126,6 +126,7 @@ class Playground(EngineThread):
         self.run_number = int(time.time())
         self.pause: float | None = 0.0  # seconds between two steps, None to hold
         self.num_single_steps = 0  # to be taken while the engine holds
+        self.late: dict[Stream, int] = {}  # prompts, and the step that they wait for
         self.next_time = 0.0
         self.changed = asyncio.Event()  # set and replaced when there is something to show
         super().__init__(self.make_llm(**self.options))
@@ -143,12 +144,30 @@ class Playground(EngineThread):
 
     # In the engine thread.
 
-    def change_engine(self, changes: dict[str, Any]) -> None:
-        """Start another engine. For invalid options, raise an error and keep this one."""
+    def change_engine(self, changes: dict[str, Any]) -> int:
+        """Start another engine and return its number.
+
+        For invalid options, raise an error and keep this one.
+        """
         options = {**self.options, **changes}
         self.replace(self.make_llm(**options), "the engine was replaced")
         self.options = options
+        self.late.clear()
         self.run_number += 1
+        return self.run_number
+
+    def add_late(self, run: object, step: int, stream: Stream) -> None:
+        """Queue prompts when engine number `run` has done `step` steps, or is idle before that."""
+        if run != self.run_number:
+            raise ValueError(f"run={run} is not the current engine: omit it, or read its number")
+        self.late[stream] = step
+        self.add_due()
+
+    def add_due(self) -> None:
+        for stream, step in list(self.late.items()):
+            if step <= len(self.llm.timeline.steps) or self.llm.is_finished():
+                del self.late[stream]
+                self.add(stream)
 
     def set_pace(self, pause: float | None, num_single_steps: int) -> None:
         self.pause = pause
@@ -162,6 +181,7 @@ class Playground(EngineThread):
     def stepped(self) -> None:
         self.num_single_steps = max(0, self.num_single_steps - 1)
         self.next_time = time.monotonic() + (self.pause or 0.0)
+        self.add_due()
         if len(self.llm.timeline.steps) > MAX_STEPS and self.llm.is_finished():
             self.change_engine({})
         self.announce()
@@ -244,16 +264,22 @@ class Playground(EngineThread):
         }
 
     async def take(
-        self, command: Callable[[JsonObject], Coroutine[Any, Any, None]], request: Request
+        self, command: Callable[[JsonObject], Coroutine[Any, Any, Any]], request: Request
     ) -> Response:
         body = await until_stop(self, self.bodies.read(request, dict))
         with blaming(body):
-            await until_stop(self, command(body))
+            reply = await until_stop(self, command(body))
         self.announce()
-        return respond({})
+        return respond(reply or {})
 
     async def take_prompts(self, body: JsonObject) -> None:
-        """Queue prompts: {"chats": [text], "params": {...}}, or "prompts" without a template."""
+        """Queue prompts: {"chats": [text], "params": {...}}, or "prompts" without a template.
+
+        "step" is the step that they join, and "run" the engine that they are meant for, whose
+        number the reply to "engine" carries.
+        """
+        run = body.get("run", self.run_number)
+        step = check_int("step", body.get("step", 0), 0)
         llm = self.llm
         options: Any = check_type("params", body.get("params", {}), (dict,), "an object")
         params = SamplingParams(**options)
@@ -263,7 +289,7 @@ class Playground(EngineThread):
             check_type("chats", texts, (list,), "a list of str")
             prompts = llm.encode_chats([[{"role": "user", "content": text}] for text in texts])
         prepared = await self.bodies.call(partial(llm.prepare_prompts, prompts, params))
-        await self.call(self.add, Stream(prepared))
+        await self.call(self.add_late, run, step, Stream(prepared))
 
     async def take_abort(self, body: JsonObject) -> None:
         request_id = check_int("request_id", body.get("request_id"), 0)
@@ -275,6 +301,6 @@ class Playground(EngineThread):
             pause = check_number("pause", pause, 0.0, 60.0)
         await self.call(self.set_pace, pause, check_int("steps", body.get("steps", 0), 0))
 
-    async def take_options(self, body: JsonObject) -> None:
+    async def take_options(self, body: JsonObject) -> JsonObject:
         check_names(body, DEFAULTS)
-        await self.call(self.change_engine, body)
+        return {"run": await self.call(self.change_engine, body)}

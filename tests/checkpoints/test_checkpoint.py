@@ -176,6 +176,14 @@ def test_a_tokenizer_without_a_vocabulary_is_none(checkpoint):
     assert load(checkpoint).tokenizer is None
 
 
+@pytest.mark.parametrize("name", ["tekken.json", "spiece.model"])
+def test_a_tokenizer_in_another_format_is_named(checkpoint, name):
+    (checkpoint / name).write_text("{}")
+    reject(f"{checkpoint / name} is a tokenizer in a format .* add a tokenizer.json", checkpoint)
+    shutil.copy(Path(DEMO_MODEL) / "tokenizer.json", checkpoint)
+    assert load(checkpoint).tokenizer is not None
+
+
 def test_packages_that_a_tokenizer_needs_are_named(checkpoint):
     """With tokenizer.json beside it, tokenizer.model is not read."""
     (checkpoint / "tokenizer.model").write_bytes(b"\x0a\x0e\x0a\x05<unk>")

@@ -133,6 +133,9 @@ def test_blocks_are_in_use_or_reusable_or_empty():
     assert manager.count_states() == {"used": 0, "reusable": 2, "empty": 3}
     serve(manager, 1, 1, 4)
     assert manager.count_states() == {"used": 2, "reusable": 1, "empty": 2}
+    manager.uncache(1)
+    manager.blocks.clear()  # counting visits no block, however many are free
+    assert manager.count_states() == {"used": 2, "reusable": 0, "empty": 3}
 
 
 # --- duplicates

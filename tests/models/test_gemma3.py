@@ -326,6 +326,23 @@ def test_unsupported_features_are_named(tmp_path, changes, complaint):
         LLM(tmp_path, **POOL)
 
 
+@pytest.mark.parametrize("where", ["text_config", "config"])
+def test_either_config_can_say_that_the_output_head_is_not_tied(tmp_path, where):
+    """The other one says nothing, and Gemma3Config's default is True."""
+    oracle = make_family(tmp_path, "gemma3-untied")
+    text_config = json.loads((tmp_path / "config.json").read_text())
+    config = {"model_type": "gemma3", "text_config": text_config, "vision_config": TINY_TOWER}
+    config["architectures"] = ["Gemma3ForConditionalGeneration"]
+    if where == "config":
+        config["tie_word_embeddings"] = text_config.pop("tie_word_embeddings")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    prompt = random_prompt(1, 20)
+    assert generate_ids(LLM(tmp_path, **POOL), [prompt], greedy(8)) == [oracle(prompt, 8)]
+    del config["architectures"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_config(tmp_path).architectures == text_config["architectures"]
+
+
 def test_a_feature_in_text_config_is_named(tmp_path):
     make_checkpoint(tmp_path, family=make_config_with_images, **GEMMA3)
     config = json.loads((tmp_path / "config.json").read_text())

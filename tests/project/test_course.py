@@ -242,6 +242,8 @@ def test_an_evening_from_start_to_end(project, tmp_path, monkeypatch):
 
 def test_what_start_cannot_copy_is_named(project, tmp_path):
     assert "exists: choose a directory" in run(project, "start", "1", "../project")[1]
+    for inside in ("pair/own", "../project/own"):
+        assert f"{inside} is within {project}: choose one" in run(project, "start", "1", inside)[1]
     assert "0 is no evening" in run(project, "start", "0", "../own")[1]
     assert "1-2 is no evening" in run(project, "start", "1-2", "../own")[1]
     assert "has no reference: run compare in a copy" in run(project, "compare", "1")[1]

@@ -292,13 +292,10 @@ def test_garbage_collection_does_not_visit_what_was_imported(url):
     assert int(CLIENT.get(url).text) < 100_000  # torch alone has more
 
 
-def test_parsing_a_large_body_does_not_wait_for_garbage_collection():
-    """It would visit each message of a long chat, and hold the GIL."""
+def test_parsing_a_large_body_leaves_the_garbage_collector_of_other_threads_alone():
     reader = bodies.Bodies(10**6)
-    for size, expected in ((10, True), (bodies.SMALL_BODY_BYTES, False)):
-        body = {"prompt": "x" * size}
-        assert asyncio.run(read(reader, body, lambda _: gc.isenabled())) == expected
-        assert gc.isenabled()
+    body = {"prompt": "x" * bodies.SMALL_BODY_BYTES}
+    assert asyncio.run(read(reader, body, lambda _: gc.isenabled()))
 
 
 def test_the_memory_of_all_bodies_is_limited(monkeypatch):

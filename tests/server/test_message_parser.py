@@ -66,6 +66,7 @@ CASES = {
     "reasoning": ("<think>\nSo.\n</think>\n\nYes.", {"reasoning": "\nSo.\n", "content": "Yes."}),
     "no end": ("<think>So <b", {"reasoning": "So <b"}),
     "no reasoning": ("<think></think>Yes", {"content": "Yes"}),
+    "twice": ("<think>\n<think>So.</think>Yes.", {"reasoning": "So.", "content": "Yes."}),
     "late": ("Say <think>x</think>", {"content": "Say <think>x</think>"}),
     "one call": (write_call(), {"tool_calls": [ADD]}),
     "calls": (
@@ -465,6 +466,8 @@ def test_the_prompt_can_begin_the_reasoning():
     for cut in range(len(text)):
         assert parse([text[:cut], text[cut:]], last_tag=THINK)[0] == expected
     assert parse(["So."], last_tag=THINK)[0] == {"reasoning": "So."}
+    for again in ("<think>So.</think>Yes.", "\n<think>So.</think>\nYes."):
+        assert parse(again, last_tag=THINK)[0] == {"reasoning": "So.", "content": "Yes."}
     assert parse(["So."], last_tag="</think>")[0] == {"content": "So."}
     assert parse(["So."], False, [], last_tag=THINK)[0] == {"content": "So."}
 

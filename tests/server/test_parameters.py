@@ -292,6 +292,8 @@ QUIRKS = [
     ({"repetition_penalty": 1.2, "rep_pen": 1.1}, "rep_pen"),
     ({"max_tokens": 5, "max_completion_tokens": 6}, {"max_tokens": 6}),
     ({"n": 2.0}, {"n": 2}),
+    ({"stop_token_ids": [2.0, 3]}, {"stop_token_ids": [2, 3]}),
+    ({"stop_token_ids": [2.5]}, "stop_token_ids[0]"),
     ({"seed": -1.0}, {"seed": None}),
     ({"seed": "7"}, "seed"),
     ({"stop": []}, {"stop": []}),
@@ -328,6 +330,17 @@ def test_what_clients_stumble_over_is_decided(llm, body, expected):
         return
     [(_, params, _)], _ = parse_body(llm, {**VALID[True], **body}, True)
     assert params == SamplingParams(**{"max_tokens": llm.max_model_len, **expected})
+
+
+@pytest.mark.parametrize("prompt", [[3.0, 4], [[3.0, 4], [5, 6.0]], [3.5], [[[3.0]]]], ids=str)
+def test_a_token_id_can_be_written_as_a_float(llm, prompt):
+    """As all integers of a body."""
+    if prompt in ([3.5], [[[3.0]]]):
+        assert reject(llm, {"prompt": prompt}, is_chat=False).param == "prompt"
+        return
+    found = [ids for ids, *_ in parse_body(llm, {"prompt": prompt}, is_chat=False).prompts]
+    assert found == ([prompt] if prompt[0] == 3.0 else prompt)
+    assert {type(token_id) for ids in found for token_id in ids} == {int}
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,7 @@ def url(server):
 def command(url, name, body):
     response = post(url, body, f"/playground/{name}")
     assert response.status_code == 200, response.text
+    return response.json()
 
 
 def read_messages(url, num_steps=0, **headers):
@@ -103,6 +104,41 @@ def test_the_engine_is_replaced(url):
         assert response.status_code == 400
         assert name in response.json()["error"]["message"]
     assert read_messages(url)[0]["run"] == before + 1
+
+
+def list_admissions(url, number):
+    """Wait for so many requests to finish, and return the step that admitted each of them."""
+    num_finished = 0
+    while num_finished < number:
+        steps = list_steps(read_messages(url))
+        works = [row[2] for step in steps for row in step["rows"] if len(row) > 2]
+        num_finished = sum("finish_reason" in work for work in works)
+    admissions = {}
+    for position, step in enumerate(steps):
+        for request_id, *_ in step["rows"]:
+            admissions.setdefault(request_id, position)
+    return [admissions[request_id] for request_id in range(number)]
+
+
+def test_prompts_wait_for_a_step_of_their_engine(url):
+    run = command(url, "engine", {})["run"]
+    command(url, "pace", HOLD)
+    for step in (0, 4, 2, 99):  # 99: joins when the engine would be idle
+        command(url, "prompts", {**PROMPT, "run": run, "step": step})
+    command(url, "pace", FULL_SPEED)
+    assert list_admissions(url, 4) == [0, 2, 4, 10]
+    # Prompts of an engine that was replaced belong to nothing that is shown.
+    command(url, "pace", HOLD)
+    command(url, "prompts", PROMPT)
+    command(url, "prompts", {**PROMPT, "run": run, "step": 99})
+    assert command(url, "engine", {})["run"] == run + 1
+    response = post(url, {**PROMPT, "run": run}, "/playground/prompts")
+    assert response.status_code == 400
+    assert f"run={run} is not the current engine" in response.json()["error"]["message"]
+    command(url, "pace", FULL_SPEED)
+    command(url, "prompts", PROMPT)
+    assert list_admissions(url, 1) == [0]
+    assert read_messages(url)[0]["is_idle"]
 
 
 def test_recurrent_states(url):
@@ -292,3 +328,106 @@ def test_the_page_follows_and_goes_back(url, tmp_path):
     assert "Step 11." in last
     assert "A is admitted. This step computes all 20 tokens of its prompt." in first
     assert rest == [["11 / 11", "0 / 11", "#run=0&step=0", "start", "12 steps"], "1", 0, ""]
+
+
+# Plays all scenes before the page has received an engine of them, and returns what it sends.
+RECORD = """
+const deliver = (message) => EventSource.source.onmessage({ data: JSON.stringify(message) });
+const scenes = {};
+for (const scene of SCENES) {
+  const sent = [];
+  fetch = async (path, { body }) => {
+    sent.push([path.split("/").pop(), JSON.parse(body)]);
+    return { json: async () => ({ run: 7 }) };
+  };
+  await playScene(scene);
+  MESSAGES.forEach(deliver);
+  scenes[scene.name] = { hint: $("hint").textContent, sent };
+}
+return scenes;
+"""
+# Shows what the engine did in each scene: the words of each step, and what of the page is visible.
+WATCH = """
+const shown = {};
+for (const [name, { hint, watched, messages }] of Object.entries(MESSAGES)) {
+  for (const message of messages) EventSource.source.onmessage({ data: JSON.stringify(message) });
+  $("hint").textContent = hint;
+  const words = [];
+  let bottom = 0;
+  for (view.step = 1; view.step <= lastStep(); view.step++) {
+    draw();
+    words.push($("words").textContent.replace(/\\s+/g, " "));
+    for (const part of document.querySelectorAll(watched)) {
+      bottom = Math.max(bottom, part.getBoundingClientRect().bottom);
+    }
+  }
+  const answers = runs[0].tokens;
+  shown[name] = { words, answers, bottom };
+}
+return { shown, width: innerWidth };
+"""
+# For each scene: what the hint tells to look at, a step that it names, and the words of that step.
+WATCHED = {
+    "shared prefix": ("#words", 3, "B is admitted with a prefix hit.*C .*hit.*D .*hit"),
+    "long prompt, mixed steps": (
+        ".timeline",
+        3,
+        "C is admitted.* a chunk of 14 of",
+    ),
+    "long prompt, prefill first": (
+        ".timeline",
+        3,
+        "C .* the other 45 .*A and B are not scheduled",
+    ),
+    "small pool": (".timeline", 17, "no block is free. C, the newest sequence, is preempted"),
+    "drafts": (".timeline", None, "are accepted|A decodes"),
+    "one seed, twice": ('[aria-label*="used by B"]', 16, "B is admitted.*C is adm.*D is adm"),
+    "JSON schema": (".choice", None, "does not allow the token"),
+    "recurrent states": ("#states", 3, "B is admitted.*keeps this state as a snapshot"),
+    "sliding windows": ("#windows", None, "The window of A has moved, so it has released"),
+}
+
+
+def play(url, sent):
+    """Send what the page sends for a scene, without pauses. Returns the number of requests."""
+    run = None
+    num_requests = 0
+    for name, body in sent:
+        if name == "prompts":
+            assert body["run"] == 7
+            num_requests += len(body.get("chats") or body["prompts"])
+            body = {**body, "run": run}
+        if name == "pace" and body["pause"]:
+            body = FULL_SPEED
+        reply = command(url, name, body)
+        if name == "engine":
+            run = reply["run"]
+    return num_requests
+
+
+@needs_browser
+def test_scenes_show_what_their_hints_say(url, tmp_path):
+    command(url, "prompts", QUESTION)
+    scenes = run_script(save_live_page(tmp_path, url, read_messages(url, 6)), RECORD)
+    assert scenes.keys() == WATCHED.keys()
+    for name, scene in scenes.items():
+        scene["admissions"] = list_admissions(url, play(url, scene["sent"]))
+        scene["messages"] = read_messages(url)
+        scene["watched"] = WATCHED[name][0]
+    page = save_live_page(tmp_path, url, scenes)
+    seen = run_script(page, WATCH, "--window-size=1280,800")
+    assert seen["width"] == 1280
+    for name, (_, step, pattern) in WATCHED.items():
+        shown = seen["shown"][name]
+        assert 0 < shown["bottom"] <= 800, name
+        words = " ".join(shown["words"])
+        if step is not None:
+            assert f"step {step}" in scenes[name]["hint"].lower()
+            words = shown["words"][step]
+        assert re.search(pattern, words), f"{name}: {words}"
+        steps = [body.get("step", 0) for kind, body in scenes[name]["sent"] if kind == "prompts"]
+        assert set(steps) <= {0, step, 3}
+        assert set(steps) <= set(scenes[name]["admissions"]), name
+    tokens = seen["shown"]["one seed, twice"]["answers"]
+    assert tokens["0"] == tokens["1"]
+    assert scenes["one seed, twice"]["admissions"] == [0, 16, 16, 16, 16]

@@ -184,8 +184,25 @@ def test_the_tokens_of_thoughts_are_counted(special, llm):
     assert count(special, text, tools=[ADD]) == 1 + count_tokens("so, ", " so")
     start = {"start": "<think>\n"}
     assert count(special, "so</think>Yes.", chat_template_kwargs=start) == count_tokens("so")
+    # A tag that the model writes again is no thought.
+    text = "<think>\nso</think>Yes."
+    assert count(special, text, chat_template_kwargs=start) == count_tokens("\nso")
     usage = reply_to(special, "<think>so</think>", parses_reasoning=False)["usage"]
     assert "completion_tokens_details" not in usage
+
+
+def test_thoughts_are_counted_without_decoding_the_reply_for_each_step(llm, monkeypatch):
+    decode = llm.tokenizer.decode
+    sizes = []
+
+    def count(token_ids, **options):
+        sizes.append(len(token_ids))
+        return decode(token_ids, **options)
+
+    monkeypatch.setattr(llm.tokenizer, "decode", count)
+    usage = reply_to(llm, f"<think>{'so, ' * 1000}</think>Yes.")["usage"]
+    assert usage["completion_tokens_details"]["reasoning_tokens"] >= 2000
+    assert sum(sizes) < 5 * usage["completion_tokens"]
 
 
 def test_a_message_with_calls_needs_no_content(llm):

@@ -450,16 +450,18 @@ def test_a_large_pool_is_shown_as_far_as_it_was_used(tiny, tmp_path):
 
 @needs_browser
 def test_the_text_of_a_sequence_begins_with_its_prompt(example_page):
-    """Otherwise a reader cannot see that the prompts have no chat template."""
-    texts = run_script(
+    """Otherwise a reader cannot see whether the prompts have a chat template."""
+    *texts, note = run_script(
         example_page,
         """
-        return [3, 6].map((step) => {
+        const texts = [3, 6].map((step) => {
             go({ step, seq: 0 });
             return document.querySelector(".text").textContent;
         });
+        return [...texts, document.querySelector(".text + .soft").textContent];
         """,
     )
+    assert "A chat template, if one was used" in note  # the page cannot tell
     assert all(text.startswith("You are a small and friendly assistant. What is") for text in texts)
     assert len(texts[0]) < len(texts[1])
 

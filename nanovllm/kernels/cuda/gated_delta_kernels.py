@@ -93,11 +93,10 @@ def prepare_chunks_kernel(
     KEY_SIZE: constexpr = NUM_HEADS // GROUP * KEY_DIM
     qkv_ptr += start * qkv_stride
     windows_ptr += tl.load(read_slots_ptr + seq).to(tl.int64) * STATE
+    source = (qkv_ptr, qkv_stride, windows_ptr, SIZE, TAPS)
     channels = KEY_SIZE + head // GROUP * KEY_DIM + keys
     mask = is_token & (keys < KEY_DIM)
-    key = _convolve(
-        qkv_ptr, qkv_stride, windows_ptr, conv_weight_ptr, positions, channels, mask, SIZE, TAPS
-    )
+    key = _convolve(source, conv_weight_ptr, positions, channels, mask)
     key *= tl.rsqrt(tl.sum(key * key, axis=1, keep_dims=True) + 1e-6)
     tl.store(row_ptr + K + keys, to_end * key, mask=is_token)
     transposed = tl.trans(key)
@@ -113,17 +112,7 @@ def prepare_chunks_kernel(
     w = _multiply(inverse, beta * decay * key)
     tl.store(row_ptr + 2 * K + keys, w, mask=is_token)
 
-    query = _convolve(
-        qkv_ptr,
-        qkv_stride,
-        windows_ptr,
-        conv_weight_ptr,
-        positions,
-        channels - KEY_SIZE,
-        mask,
-        SIZE,
-        TAPS,
-    )
+    query = _convolve(source, conv_weight_ptr, positions, channels - KEY_SIZE, mask)
     query *= tl.rsqrt(tl.sum(query * query, axis=1, keep_dims=True) + 1e-6) * KEY_DIM**-0.5
     tl.store(row_ptr + keys, decay * query, mask=is_token)
     scores = _multiply(query, transposed) * between
@@ -131,9 +120,7 @@ def prepare_chunks_kernel(
 
     channels = 2 * KEY_SIZE + head * VALUE_DIM + values
     mask = is_token & (values < VALUE_DIM)
-    value = _convolve(
-        qkv_ptr, qkv_stride, windows_ptr, conv_weight_ptr, positions, channels, mask, SIZE, TAPS
-    )
+    value = _convolve(source, conv_weight_ptr, positions, channels, mask)
     x = _multiply(inverse, beta * value)
     tl.store(row_ptr + 3 * K + values, x, mask=is_token)
 
@@ -213,62 +200,34 @@ def advance_states_kernel(
     tl.store(state_ptrs + new, state, mask=is_state)
 
     # The programs of a sequence share its window. No other program reads these channels.
-    qkv_ptr += start * qkv_stride
+    source = (qkv_ptr + start * qkv_stride, qkv_stride, windows_ptr + old, SIZE, TAPS)
     for first in range(head * K, SIZE, NUM_HEADS * K):
         channels = first + tl.arange(0, K)
         mask = channels < SIZE
         for i in tl.static_range(TAPS - 1):
             position = num_tokens - (TAPS - 1) + tl.full([1], i, dtype=tl.int64)
-            numbers = _load_inputs(
-                qkv_ptr, qkv_stride, windows_ptr + old, position, channels, mask, SIZE, TAPS
-            )
+            numbers = _load_inputs(source, position, channels, mask)
             # Both slots can be the same, so a row is read by all threads before it is written.
             tl.debug_barrier()
             tl.store(windows_ptr + new + i * SIZE + channels, numbers, mask=mask)
 
 
 @triton.jit
-def _convolve(
-    qkv_ptr,
-    qkv_stride,
-    window_ptr,
-    weight_ptr,
-    positions,
-    channels,
-    mask,
-    SIZE: constexpr,
-    TAPS: constexpr,
-):
+def _convolve(source, weight_ptr, positions, channels, mask):
     """Return the convolution at `positions` [C, 1] of channels [1, D], after SiLU."""
+    _, _, _, SIZE, TAPS = source
     total = tl.zeros(mask.shape, dtype=tl.float32)
     for tap in range(TAPS):
-        inputs = _load_inputs(
-            qkv_ptr,
-            qkv_stride,
-            window_ptr,
-            positions - (TAPS - 1) + tap,
-            channels,
-            mask,
-            SIZE,
-            TAPS,
-        )
+        inputs = _load_inputs(source, positions - (TAPS - 1) + tap, channels, mask)
         weight = tl.load(weight_ptr + channels * TAPS + tap, mask=channels < SIZE, other=0.0)
         total += inputs * weight.to(tl.float32)
     return total * tl.sigmoid(total)
 
 
 @triton.jit
-def _load_inputs(
-    qkv_ptr,
-    qkv_stride,
-    window_ptr,
-    positions,
-    channels,
-    mask,
-    SIZE: constexpr,
-    TAPS: constexpr,
-):
+def _load_inputs(source, positions, channels, mask):
     """Load the convolution's inputs. Those at negative positions are in the window."""
+    qkv_ptr, qkv_stride, window_ptr, SIZE, TAPS = source
     new_ptrs = qkv_ptr + positions.to(tl.int64) * qkv_stride + channels
     new = tl.load(new_ptrs, mask=mask & (positions >= 0), other=0.0)
     old_ptrs = window_ptr + (positions + (TAPS - 1)) * SIZE + channels
