@@ -47,13 +47,15 @@ class Worker:
     graphs: Any = None  # CudaGraphs, or None
 
     def __post_init__(self) -> None:
-        # What the newest step has sampled, at a fixed address, which CUDA graphs can read.
-        self.newest_tokens = torch.zeros(self.max_num_logits, dtype=torch.int64, device=self.device)
+        # What the newest step has sampled, at a fixed address, which CUDA graphs read. A step has
+        # at most max_num_logits rows, and a warm-up step may have two.
+        num_rows = max(2, self.max_num_logits)
+        self.newest_tokens = torch.zeros(num_rows, dtype=torch.int64, device=self.device)
 
     def keep_tokens(self, tokens: Tensor) -> None:
         """Keep the tokens of a step [num_rows] for the pending ids of the next one, on rank 0."""
         # -1, of logits that are NaN, is no index of an embedding.
-        torch.clamp(tokens, min=0, out=self.newest_tokens[: len(tokens)])
+        self.newest_tokens[: len(tokens)].copy_(tokens.clamp(min=0))
 
     def execute(self, batch: Batch) -> Tensor:
         """As `compute`, on rank 0. The other ranks compute their shares in `serve`."""
