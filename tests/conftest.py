@@ -264,6 +264,20 @@ def attach(scheduler: Scheduler, *features: Feature) -> None:
         feature.reset()
 
 
+def disturb_logits(llm: LLM, is_bad: Callable[[Sequence], bool]) -> None:
+    """Let the logits of some sequences be NaN."""
+    sample = llm.model_runner.sample
+
+    def sample_disturbed(logits, step):
+        rows, _ = step.list_rows()
+        bad = [index for index, seq in enumerate(rows) if is_bad(seq)]
+        logits = logits.clone()
+        logits[bad] = torch.nan
+        return sample(logits, step)
+
+    llm.model_runner.sample = sample_disturbed
+
+
 def finish_step(scheduler: Scheduler, step: Step, sampled: list[list[int]]) -> None:
     """Record the sampled tokens of a step, as an engine without overlap does."""
     for feature in reversed(scheduler.features):

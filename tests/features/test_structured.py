@@ -17,7 +17,6 @@ from nanovllm import DEMO_MODEL, LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.features.speculation.drafts import Drafts
 from nanovllm.features.structured_outputs import grammars
 from nanovllm.features.structured_outputs import masks as structured
-from nanovllm.features.structured_outputs.masks import StructuredRequest
 
 SHORT = {"type": "string", "maxLength": 8}
 PAIR = {
@@ -365,9 +364,8 @@ def raise_interrupt(*_):
 
 def test_allowed_tokens_can_be_listed(llm):
     llm.add_request("a", SamplingParams(structured_outputs={"choice": ["q", "z"]}))
-    (request,) = llm.requests.values()
-    assert isinstance(request, StructuredRequest)
-    allowed = structured.list_tokens(structured.compute_mask(request.matcher))
+    ((request,),) = llm.requests.values()
+    allowed = structured.list_tokens(structured.compute_mask(request.constraint.matcher))
     texts = [llm.tokenizer.decode([token]) for token in allowed]
     assert sorted(texts) == ["q", "z"]
     llm.step()
@@ -476,23 +474,26 @@ def test_a_draft_token_that_exceeds_limits_leaves_the_request_as_it_was(llm, mon
     schema = {"properties": {"a": make_object(100), "b": {}}, "additionalProperties": False}
     params = SamplingParams(structured_outputs={"json": schema})
     with llm.queued(llm.prepare_prompts("x", params), {}) as [request]:
-        expected = request.compute_masks()
+        constraint = request.constraint
+        expected = constraint.compute_masks(request, num_rows=1)
         draft = llm.tokenizer.encode('{"a": {', add_special_tokens=False)
         request.token_ids += draft
-        request.num_logits = len(draft) + 1
-        masks = request.compute_masks()
+        masks = constraint.compute_masks(request, num_rows=len(draft) + 1)
         assert not masks[-1].any(), "a limit is exceeded"
         assert (masks[0] == expected[0]).all()
         del request.token_ids[-len(draft) :]
-        request.num_logits = 1
-        assert (request.compute_masks()[0] == expected[0]).all()
-        llm.abort(request.first_seq_id)
+        (mask,) = constraint.compute_masks(request, num_rows=1)
+        assert (mask == expected[0]).all()
+        llm.abort(request.seq_id)
 
 
 def test_without_eos_no_token_ends_a_text(llm):
-    compiler = grammars.GrammarCompiler(llm.tokenizer, llm.vocab_size, frozenset())
-    factory = compiler.choose_factory(SamplingParams(structured_outputs={"regex": "a*"}), 1)
-    mask = structured.compute_mask(factory.keywords["matcher"])
+    feature = grammars.StructuredOutputs()
+    feature.tokenizer = llm.tokenizer
+    feature.vocab_size = llm.vocab_size
+    feature.eos_token_ids = frozenset()
+    fields = feature.prepare(SamplingParams(structured_outputs={"regex": "a*"}), 1)
+    mask = structured.compute_mask(fields["constraint"].matcher)
     allowed = structured.list_tokens(mask)
     assert llm.vocab_size in allowed
     texts = [llm.vocabulary.read_bytes(token_id) for token_id in allowed[:-1]]
@@ -501,7 +502,7 @@ def test_without_eos_no_token_ends_a_text(llm):
 
 
 def test_token_that_the_grammar_forbids_is_an_error(llm, monkeypatch):
-    monkeypatch.setattr(llm.model_runner, "processors", ())
+    monkeypatch.setattr(grammars, "apply_grammars", lambda rows, logits: logits)
     with pytest.warns(RuntimeWarning, match="structured_outputs allow no way to continue"):
         assert run(llm, {"regex": "q{200}"})["finish_reason"] == "error"
 

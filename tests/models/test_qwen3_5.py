@@ -62,9 +62,9 @@ def make_llm(path, **options) -> LLM:
     llm = LLM(path, **{**POOL, **options})
     forward = llm.model_runner.forward
 
-    def check_and_forward(seqs):
-        check_slots(llm, seqs)
-        return forward(seqs)
+    def check_and_forward(step):
+        check_slots(llm, step.seqs)
+        return forward(step)
 
     llm.model_runner.forward = check_and_forward
     return llm
@@ -277,9 +277,9 @@ def test_prefill_first_steps_are_all_prefill_or_all_decode(hybrid, rest):
     kinds = []
     forward = llm.model_runner.forward
 
-    def record(seqs):
-        kinds.append({seq.is_decode for seq in seqs})
-        return forward(seqs)
+    def record(step):
+        kinds.append({step.is_decode(index) for index in range(len(step.seqs))})
+        return forward(step)
 
     llm.model_runner.forward = record
     families = [random_prompt(5, 28), random_prompt(6, 28)]
