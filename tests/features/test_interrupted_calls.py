@@ -115,7 +115,7 @@ def interrupt(llm, call, num_steps, is_chosen):
         print(interrupt)
     if call in (generate, stream):
         llm.step()  # resets the engine if it was interrupted
-        assert set(llm.requests.values()) <= set(requests), "the call has cancelled its own"
+        assert set(llm._list_requests()) <= set(requests), "the call has cancelled its own"
     return finish(llm, requests)
 
 

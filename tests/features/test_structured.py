@@ -242,7 +242,7 @@ def test_every_eos_of_the_checkpoint_ends_the_text(make):
     llm = make()
     (token,) = llm.tokenizer.encode("q", add_special_tokens=False)
     llm.eos_token_ids |= {token}
-    llm.grammar_compiler.eos_token_ids = llm.eos_token_ids
+    find_feature(llm, grammars.StructuredOutputs).eos_token_ids = llm.eos_token_ids
     output = run(llm, {"regex": "[ab]{3}[QZ]*"}, logit_bias={token: 100}, ignore_eos=True)
     assert re.fullmatch("[ab]{3}", output["text"])
     assert output["token_ids"][-1] == token
@@ -317,7 +317,7 @@ def test_tokens_do_not_depend_on_the_steps(make, expected, options):
     with make(**options) as llm:
         if "num_speculative_tokens" in options:  # draft as often as possible
             costs = find_feature(llm, Drafts).costs
-            costs.choose_count = lambda seqs, num, found: len(found)
+            costs.choose_count = lambda step, found: len(found)
         assert generate_ids(llm, *mixed_batch()) == expected
         check_invariants(llm)
         if "num_kvcache_blocks" in options:
@@ -331,7 +331,7 @@ def test_drafts_are_verified_with_the_grammar(make):
     alone = make()
     drafting = make(num_speculative_tokens=4)
     costs = find_feature(drafting, Drafts).costs
-    costs.choose_count = lambda seqs, num, found: len(found)
+    costs.choose_count = lambda step, found: len(found)
     for seed in range(4):
         output = run(drafting, kind, prompt, seed=seed)
         assert output["token_ids"] == run(alone, kind, prompt, seed=seed)["token_ids"]
@@ -347,7 +347,7 @@ def test_interrupted_steps_are_rolled_back(make, expected, monkeypatch, step):
         llm.add_request(prompt, each)
     for _ in range(step):
         llm.step()
-    requests = list(llm.requests.values())
+    requests = llm._list_requests()
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(llm, "_commit", raise_interrupt)  # matchers have consumed the new tokens
         llm.step()
@@ -574,10 +574,9 @@ def test_prepared_prompts_are_not_compiled_again(llm, monkeypatch):
     monkeypatch.setattr(
         grammars, "check_in_process", lambda *args: calls.append(args) or check(*args)
     )
-    compile = grammars.GrammarCompiler._compile
-    monkeypatch.setattr(
-        grammars.GrammarCompiler, "_compile", lambda *args: calls.append(args) or compile(*args)
-    )
+    feature = grammars.StructuredOutputs
+    compile = feature._compile
+    monkeypatch.setattr(feature, "_compile", lambda *args: calls.append(args) or compile(*args))
     params = SamplingParams(structured_outputs={"choice": ["one", "two"]})
     prepared = llm.prepare_prompts(["a"] * 3, params)
     assert len(calls) == 2, "prompts share a grammar, which is checked and compiled"

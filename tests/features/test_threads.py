@@ -199,6 +199,7 @@ def test_a_signal_handler_aborts_while_its_thread_waits(make_llm):
         thread.join(30)
     assert len(token_ids) == 6
     assert reasons == [None]
+    assert [output["finish_reason"] for output in llm.step()] == ["abort"]
     check_is_empty(llm)
 
 

@@ -23,7 +23,7 @@ def test_a_warning_that_is_an_error_ends_one_request_only(monkeypatch):
         engine = EngineThread(llm)
         engine.start_on(asyncio.get_running_loop())
         async with engine.submit(
-            [PreparedPrompt([5], params), PreparedPrompt([6], params)]
+            [PreparedPrompt([5], params, {}), PreparedPrompt([6], params, {})]
         ) as stream:
             async for outputs in stream:
                 reasons.update((i, output["finish_reason"]) for i, output in outputs.items())

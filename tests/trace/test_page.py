@@ -206,7 +206,7 @@ plan = Scheduler.plan
 odd_calls = count()
 
 
-def plan_oddly(self):
+def plan_oddly(self, step):
     """Preempt the oldest sequence, admit the shortest, and evict in reverse order."""
     if next(odd_calls) % 5 == 4 and len(self.running) > 1:
         self.preempt(self.running[0])
@@ -215,7 +215,7 @@ def plan_oddly(self):
     free = self.block_manager.free_block_ids
     for block_id in list(free):
         free.move_to_end(block_id, last=False)
-    return plan(self)
+    plan(self, step)
 
 
 @needs_browser
@@ -273,14 +273,13 @@ def test_it_shows_the_state_of_the_engine(
     models = {"tiny": tiny[0], "hybrid": hybrid, "gemma3": gemma3}
     model = models[options.get("model", "tiny")]
     with LLM(trace=path, **{**SMALL, **options, "model": model}) as llm:
-        postprocess = llm.scheduler.postprocess
+        read = llm.model_runner.read
 
-        def keep_state(seqs, samples):
-            state = describe(llm.scheduler, seqs)
-            postprocess(seqs, samples)
-            states.append(state)
+        def keep_state(sampled):
+            states.append(describe(llm.scheduler, sampled.step))
+            return read(sampled)
 
-        llm.scheduler.postprocess = keep_state
+        llm.model_runner.read = keep_state
         serve(llm)
         stats = llm.stats
     trace_main([str(path), "-o", str(page)])
