@@ -10,8 +10,6 @@ import gc
 import os
 import signal
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
@@ -47,11 +45,6 @@ class Server(uvicorn.Server):
         self.sockets = sockets
         self.engine = engine
         self.model = model
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Keep the signal handlers of __main__.py until `main_loop` replaces them."""
-        yield
 
     async def main_loop(self) -> None:
         """Accept connections, start the engine, and return when it has ended."""

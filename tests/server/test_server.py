@@ -367,7 +367,7 @@ import os, runpy, sys
 
 class Finder:
     def find_spec(self, name, path=None, target=None):
-        if name == {module!r}:
+        if name == "torch":
             os.kill(os.getpid(), {number})
 
 sys.meta_path.insert(0, Finder())
@@ -375,18 +375,13 @@ runpy.run_module("nanovllm.server", run_name="__main__", alter_sys=True)
 """
 
 
-@pytest.mark.parametrize(
-    "module, number",
-    [("torch", signal.SIGINT), ("uvicorn.lifespan.on", signal.SIGTERM)],
-    ids=["first import", "after the engine's start"],
-)
-def test_a_signal_during_the_start_ends_the_program(module, number):
-    program = IMPORT.format(module=module, number=int(number))
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_during_the_imports_ends_the_program(number):
+    program = IMPORT.format(number=int(number))
     command = [sys.executable, "-c", program, "--port", "0", *OPTIONS]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0
-    assert "Traceback" not in done.stderr
-    assert "serving" not in done.stderr
+    assert done.stderr == ""
 
 
 def test_a_server_needs_no_standard_streams():
