@@ -6,12 +6,24 @@ lists its files. The README says in which order to read them. The entry point is
 """
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from nanovllm.llm import LLM
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from nanovllm.llm import LLM
 
 __version__ = "0.1.0"
 DEMO_MODEL = str(Path(__file__).parent / "demo_model")
 
 __all__ = ["DEMO_MODEL", "LLM", "RequestOutput", "SamplingParams", "StructuredOutputsParams"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import LLM where it is first used, because torch takes seconds. Programs prepare before."""
+    if name != "LLM":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from nanovllm.llm import LLM
+
+    return LLM

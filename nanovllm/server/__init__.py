@@ -6,7 +6,8 @@ parameter_table.py, and give it a line in `Api.make_app` of openai_api.py.
 
 In reading order, the way of a request:
 
-__main__.py            options, signals, the web server
+__main__.py            standard streams, and signals until the server runs
+web_server.py          options, signals, the web server
 openai_api.py          routes, and how a Generation is served
 chat_completions.py    POST /v1/chat/completions
 completions.py         POST /v1/completions, with echo

@@ -6,7 +6,6 @@ import re
 import select
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from urllib.parse import quote
 from uuid import uuid4
 
@@ -127,10 +126,8 @@ def respond_error(error: ApiError) -> Response:
 def log(line: str) -> None:
     """Print a line to stderr.
 
-    The line is dropped if stderr is a full pipe, because a write would block the event loop, or if
-    the reader of the pipe is gone.
+    The line is dropped if stderr is a full pipe, because a write would block the event loop.
     """
     _, writable, _ = select.select([], [2], [], 0)
     if writable:
-        with suppress(BrokenPipeError):
-            report(line)
+        report(line)

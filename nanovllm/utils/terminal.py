@@ -3,11 +3,14 @@
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 
 
 def report(message: str) -> None:
-    """Print a line about the engine or the server to stderr."""
-    print(f"nanovllm: {message}", file=sys.stderr, flush=True)
+    """Print a line about the engine or the server to stderr, if somebody reads it."""
+    if sys.stderr is not None:  # print would take stdout
+        with suppress(OSError):  # the reader has ended, or the disk is full
+            print(f"nanovllm: {message}", file=sys.stderr, flush=True)
 
 
 def run_program(main: Callable[[], None]) -> None:

@@ -37,7 +37,7 @@ import resource
 from starlette.responses import PlainTextResponse
 
 from nanovllm.server import connections
-from nanovllm.server.__main__ import Api, main
+from nanovllm.server.web_server import Api, main
 
 Api.welcome = lambda self, request: PlainTextResponse(str(len(gc.get_objects())))
 connections.REQUEST_SECONDS = 0.3

@@ -1,6 +1,7 @@
 """The thread that owns the engine, without HTTP."""
 
 import asyncio
+import sys
 import threading
 import warnings
 
@@ -10,6 +11,7 @@ from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm.engine.input_processor import PreparedPrompt
 from nanovllm.server import middleware
 from nanovllm.server.engine_thread import EngineThread
+from nanovllm.utils.terminal import report
 
 
 def test_a_warning_that_is_an_error_ends_one_request_only(monkeypatch):
@@ -63,5 +65,11 @@ def test_a_line_of_the_log_without_a_reader_is_dropped(monkeypatch):
     def fail(*args, **options):
         raise BrokenPipeError
 
-    monkeypatch.setattr(middleware, "report", fail)
+    monkeypatch.setattr("builtins.print", fail)
     middleware.log("x")
+
+
+def test_reports_without_stderr_do_not_go_to_stdout(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stderr", None)
+    report("x")
+    assert capsys.readouterr().out == ""

@@ -24,7 +24,7 @@ PROGRAM = """
 from nanovllm.features.structured_outputs import grammars
 from nanovllm.sampling_params import StructuredOutputsParams
 from nanovllm.server import grammar_checks
-from nanovllm.server.__main__ import main
+from nanovllm.server.web_server import main
 
 known = grammars.make_grammar(StructuredOutputsParams(regex="known"))
 grammars.check_in_process(known)

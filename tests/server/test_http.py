@@ -4,7 +4,6 @@ import gzip
 import json
 import os
 import re
-import signal
 import socket
 import sys
 from types import SimpleNamespace
@@ -19,14 +18,14 @@ from starlette.requests import Request
 import nanovllm
 from nanovllm import DEMO_MODEL, LLM
 from nanovllm.outputs import Stats
-from nanovllm.server import __main__, metrics
+from nanovllm.server import metrics, web_server
 from nanovllm.server.middleware import is_foreign, log
 
 PAGE = "http://page.example:3000"
 # GET / fails.
 PROGRAM = f"""
 import os, sys
-from nanovllm.server.__main__ import Api, main
+from nanovllm.server.web_server import Api, main
 
 os.environ["NANOVLLM_API_KEY"] = {KEY!r}
 Api.welcome = lambda self, request: int("invalid")
@@ -232,7 +231,7 @@ def test_metrics_have_both_pools_of_blocks(tmp_path):
 
 
 def test_idle_connections_outlive_those_of_proxies():
-    assert __main__.KEEP_ALIVE_SECONDS == 75
+    assert web_server.KEEP_ALIVE_SECONDS == 75
 
 
 # --- start
@@ -240,10 +239,9 @@ def test_idle_connections_outlive_those_of_proxies():
 
 def run_main(monkeypatch, capsys, *arguments):
     """Return the error of a server that must not load its model."""
-    monkeypatch.setattr(signal, "signal", lambda *_: None)  # main installs handlers
-    monkeypatch.setattr(__main__, "LLM", lambda *_, **__: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(web_server, "LLM", lambda *_, **__: pytest.fail("the model was loaded"))
     with pytest.raises(SystemExit, match="2"):
-        __main__.main(list(arguments))
+        web_server.main(list(arguments))
     return capsys.readouterr().err
 
 

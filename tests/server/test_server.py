@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from server_helpers import CLIENT, KEY, NUM_BLOCKS, OPTIONS, connect, post, start, stream
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
-from nanovllm.server.__main__ import main
 from nanovllm.server.openai_api import MAX_BODY_BYTES
 from nanovllm.server.parameter_table import CHAT, COMPLETION
+from nanovllm.server.web_server import main
 
 LONG = {"prompt": [5], "max_tokens": 900, "ignore_eos": True, "n": 4}
 QUESTION = [{"role": "user", "content": "What is 12 + 30?"}]
@@ -362,21 +362,61 @@ def test_a_signal_ends_streams_and_exits_with_0(number):
         assert process.wait(20) == 0
 
 
+IMPORT = """
+import os, runpy, sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            os.kill(os.getpid(), {number})
+
+sys.meta_path.insert(0, Finder())
+runpy.run_module("nanovllm.server", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_during_the_imports_ends_the_program(number):
+    program = IMPORT.format(number=int(number))
+    command = [sys.executable, "-c", program, "--port", "0", *OPTIONS]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0
+    assert done.stderr == ""
+
+
+def test_a_server_needs_no_standard_streams():
+    """Its log goes nowhere, and not to a file that has got the number of stderr."""
+    command = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-m", "nanovllm.server"]
+    with subprocess.Popen([*command, "--port", "0", *OPTIONS]) as process:
+        try:
+            ports = []
+            while not ports:
+                time.sleep(0.1)
+                assert process.poll() is None
+                found = psutil.Process(process.pid).net_connections()
+                ports = [each.laddr.port for each in found if each.status == psutil.CONN_LISTEN]
+            assert post(f"http://127.0.0.1:{ports[0]}", {"prompt": "x"}).status_code == 200
+            process.terminate()
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
+
+
 OPEN = """
 import asyncio
 
 from starlette.responses import StreamingResponse
 
-from nanovllm.server import __main__
+from nanovllm.server import web_server
 
 async def write():
     while True:
         yield "x" * 2**20
         await asyncio.sleep(0)
 
-__main__.GRACE = {grace}
-__main__.Api.welcome = lambda self, request: StreamingResponse(write())
-__main__.main()
+web_server.GRACE = {grace}
+web_server.Api.welcome = lambda self, request: StreamingResponse(write())
+web_server.main()
 """
 
 
@@ -396,7 +436,7 @@ def test_a_client_does_not_keep_the_server_from_its_end(path, options, grace):
 
 FAILING = """
 from nanovllm import LLM
-from nanovllm.server.__main__ import main
+from nanovllm.server.web_server import main
 
 def fail(self):
     raise RuntimeError("rank 1 exited")
@@ -423,8 +463,7 @@ def test_a_failed_engine_ends_the_server():
         (["--playground", "--allowed-origins", "*"], "none of --api-key, --allowed-origins"),
     ],
 )
-def test_invalid_options_are_named(monkeypatch, capsys, arguments, message):
-    monkeypatch.setattr(signal, "signal", lambda *_: None)  # main installs handlers
+def test_invalid_options_are_named(capsys, arguments, message):
     with pytest.raises(SystemExit, match="2"):
         main(arguments)
     assert message in capsys.readouterr().err

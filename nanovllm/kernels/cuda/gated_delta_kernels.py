@@ -80,7 +80,7 @@ def prepare_chunks_kernel(
     decay = tl.load(decay_ptr + tokens * decay_stride + head, mask=is_token, other=0.0)
     decay = _softplus(decay.to(tl.float32) + tl.load(dt_bias_ptr + head))
     log_decay = tl.where(is_token, -tl.exp(tl.load(A_log_ptr + head)) * decay, 0.0)  # [C, 1]
-    # A masked sum, because Triton 3.4 and 3.6 cannot compile tl.cumsum of a single column.
+    # A masked sum, because Triton 3.4 to 3.6 cannot compile tl.cumsum of a single column.
     until_here = tl.where(rows >= columns, tl.trans(log_decay), 0.0)
     since_start = tl.sum(until_here, axis=1, keep_dims=True)
     decay = tl.exp(since_start)
