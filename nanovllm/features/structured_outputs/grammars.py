@@ -167,3 +167,14 @@ def check_in_process(grammar: str) -> None:
     check = GrammarCheck(grammar)
     if check.digest not in checked_digests:
         run_check.get()(check)
+
+
+def compiles(grammar: str) -> bool:
+    """Return whether a grammar is valid, and compiles without harm."""
+    from llguidance import LLMatcher
+
+    try:
+        check_in_process(grammar)
+    except ValueError:
+        return False
+    return not LLMatcher.validate_grammar(grammar)
