@@ -31,7 +31,7 @@ from nanovllm.text.vocabulary import Vocabulary
 CHECK_PROGRAM = str(Path(__file__).with_name("grammar_check.py"))
 CPU_SECONDS = 2  # for the compilation of a grammar
 CHECK_SECONDS = 30  # for the process that compiles it, which waits for the cores of the engine
-LIMITS: Any = {"step_lexer_fuel": 50_000, "step_max_items": 10_000, "max_items_in_row": 10_000}
+LIMITS: Any = {"step_lexer_fuel": 50_000, "step_max_items": 50_000, "max_items_in_row": 10_000}
 MAX_LEXER_STATES = 50_000  # per sample
 
 
