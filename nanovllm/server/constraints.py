@@ -38,6 +38,7 @@ JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separat
 OBJECT = {"type": "object", "additionalProperties": False}
 ANY_OBJECT = {"type": "object", "additionalProperties": True}
 COMBINATIONS = {"$ref", "allOf", "anyOf", "oneOf"}
+MAX_CHECKED_TOOLS = 32  # of a request, because each is compiled in a process of its own
 FORMAT_KEYS = {
     "text": ["type"],
     "json_object": ["type", "schema"],  # the schema is an extension of llama.cpp
@@ -148,7 +149,8 @@ def write_alternatives(tools: ToolChoice, grammar: str) -> str:
 
     held = tools.tools
     if not holds(held):
-        held = [tool if holds([tool]) else _free(tool) for tool in held]
+        checked = [tool if holds([tool]) else _free(tool) for tool in held[:MAX_CHECKED_TOOLS]]
+        held = [*checked, *map(_free, held[MAX_CHECKED_TOOLS:])]
     return write(held)
 
 

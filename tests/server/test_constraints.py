@@ -63,7 +63,6 @@ def make_call(arguments, name="f"):
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
 
 
-OTHER = make_tool(PAIR, name="other")
 NAMED = {"type": "function", "function": {"name": "f"}}
 
 
@@ -189,34 +188,41 @@ def test_a_format_beside_tools(llm, options, call, text):
     assert allow(llm, f"{CALL}\n{CALL}", **JSON, **options, **one) == [False]
 
 
-@pytest.mark.filterwarnings("ignore:.* is ignored:RuntimeWarning")
-@pytest.mark.parametrize(
-    "field",
-    [
-        {"type": "any"},
-        {"$ref": "#/$defs/missing"},
-        {"$ref": "https://example.com/x"},
-        {"const": 2**60},
-        {"minimum": 2**53 + 1},
-        {"type": "string", "minLength": -1},
-        {"enum": 3},
-        {"patternProperties": {"^a": {}, "b$": {}}},
-    ],
-    ids=str,
-)
-def test_a_tool_that_may_be_called_takes_any_object_if_no_grammar_holds_its_own(llm, field):
-    """The other tools keep their schemas. A call that is required is an error."""
-    tools = [make_tool({"type": "object", "properties": {"a": field}, "required": ["a"]}), OTHER]
-    texts = [TEXT, make_call('{"x": [null]}'), make_call("[1]")]
-    texts += [make_call(TEXT, "other"), make_call('{"a": "x"}', "other")]
-    assert allow(llm, *texts, **JSON, tools=tools) == [True, True, False, True, False]
-    for choice in ("required", NAMED):
+UNHELD_FIELDS = [
+    {"type": "any"},
+    {"$ref": "#/$defs/missing"},
+    {"const": 2**60},
+    {"type": "string", "minLength": -1},
+    {"patternProperties": {"^a": {}, "b$": {}}},
+]
+
+
+def test_a_tool_that_may_be_called_takes_any_object_if_no_grammar_holds_its_own(llm):
+    """The other tools keep their schemas."""
+    tools = [make_tool(PAIR)]
+    texts = [TEXT, make_call(TEXT), make_call('{"a": "x"}')]
+    for index, field in enumerate(UNHELD_FIELDS):
+        tools.append(make_tool({"properties": {"a": field}}, name=f"f{index}"))
+        texts.append(make_call('{"x": [null]}', f"f{index}"))
+    texts.append(make_call("[1]", "f0"))
+    allowed = allow(llm, *texts, **JSON, tools=tools)
+    assert allowed == [True, True, False, *[True] * len(UNHELD_FIELDS), False]
+
+
+@pytest.mark.parametrize("field", UNHELD_FIELDS[1:3], ids=str)
+def test_an_error_names_the_parameter_at_fault(llm, field):
+    schema = {"properties": {"a": field}}
+    for param, body in (
+        ("tools", {"tools": [make_tool(schema)], "tool_choice": NAMED}),
+        ("tools", {"tools": [make_tool(schema)], "tool_choice": "required", **JSON}),
+        ("response_format", {"tools": [make_tool(PAIR)], **make_format(schema)}),
+        ("response_format", {"tools": [make_tool(schema)], **make_format(schema, strict=True)}),
+        ("structured_outputs", {"structured_outputs": {"json": schema}}),
+    ):
         with pytest.raises(ApiError) as caught:
-            parse(llm, tools=tools, tool_choice=choice)
-        assert caught.value.param == "tools"
-    with pytest.raises(ApiError) as caught:
-        parse(llm, tools=tools, **make_format({"properties": {"a": field}}, strict=True))
-    assert caught.value.param == "response_format"
+            parse(llm, **body)
+        assert caught.value.param == param
+        assert caught.value.message.startswith(f"{param}: ")
 
 
 # --- Thoughts

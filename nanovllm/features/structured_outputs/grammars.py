@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -171,10 +171,15 @@ def check_in_process(grammar: str) -> None:
 
 def compiles(grammar: str) -> bool:
     """Return whether a grammar is valid, and compiles without harm."""
-    from llguidance import LLMatcher
-
     try:
         check_in_process(grammar)
     except ValueError:
         return False
+    return _is_valid(grammar)
+
+
+@lru_cache(maxsize=64)  # a request is parsed again after each check of a grammar
+def _is_valid(grammar: str) -> bool:
+    from llguidance import LLMatcher
+
     return not LLMatcher.validate_grammar(grammar)
