@@ -148,20 +148,25 @@ class PatternReader:
 
     def _read_class(self) -> str:
         is_negated = self._take(r"\^") is not None
-        members: list[str] = []
+        if self._take(r"\]"):
+            return ANYTHING if is_negated else NOTHING
+        # No range or negation includes NUL, because llguidance would allow \" and \\ in a string of
+        # JSON for a class that has all control characters.
+        members = [r"^\x{0}"] if is_negated else []
         while not self._take(r"\]"):
             first = self._read_atom()
-            members.append(_quote(first))
-            if self._take(r"-(?!\])"):
-                last = self._read_atom()
-                is_range = len(first) == len(last) == 1
-                if is_range and first > last:
-                    raise self._invalid(f"a class whose range {first}-{last} is out of order")
-                # Beside a set such as \w, the sign is a character.
-                members += ["-" if is_range else r"\-", _quote(last)]
-        if not members:
-            return ANYTHING if is_negated else NOTHING
-        return f"[{'^' if is_negated else ''}{''.join(members)}]"
+            if not self._take(r"-(?!\])"):
+                members.append(_quote(first))
+                continue
+            last = self._read_atom()
+            is_range = len(first) == len(last) == 1
+            if is_range and first > last:
+                raise self._invalid(f"a class whose range {first}-{last} is out of order")
+            if is_range:
+                first = max(first, "\x01")
+            # Beside a set such as \w, the sign is a character.
+            members += [_quote(first), "-" if is_range else r"\-", _quote(last)]
+        return f"[{''.join(members)}]"
 
     def _read_atom(self) -> str:
         """Read a character, or an escape that stands for one or for a set."""
