@@ -35,7 +35,7 @@ ESCAPE = re.compile(
     | (?P<itself> [^0-9a-zA-Z])
     )""".replace("H", "[0-9a-fA-F]")
 )
-# Groups lose their names, because llguidance gives the name "stop" a meaning.
+# Groups lose their names, because llguidance reads a group called "stop" as a lookahead.
 GROUP = re.compile(r"\((?:\?P?<(?!\d)\w+>|\?(?P<flags>[is]*(?:-[is]+)?)(?P<end>[:)])|(?!\?))")
 QUANTIFIER = re.compile(r"(?:[*+?]|\{(?P<low>[0-9]+)(?:,(?P<high>[0-9]*))?\})\??")
 UNSUPPORTED = {
