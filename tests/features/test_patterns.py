@@ -192,6 +192,7 @@ def test_node_agrees():
         (r"\u{110000}", "an unknown escape"),
         (r"[\1]", "an unknown escape"),
         (r"\q", "an unknown escape"),
+        (r"\p{Some}", "an unknown property"),
         ("a\\", "an unknown escape"),
     ],
 )

@@ -20,7 +20,7 @@ from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
 from itertools import chain
 
-from nanovllm.utils.checks import invalid, show
+from nanovllm.utils.checks import invalid, naming, show
 
 ESCAPE = r'\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[nrt"\\\[\]-])'
 TOKEN = re.compile(
@@ -44,6 +44,7 @@ OTHER = 128
 ALL = Chars(range(OTHER + 1))
 NONE = Chars()
 EMPTY = '""'
+MAX_CHARS = 100_000  # of a grammar, for which the conversion takes a second or two
 
 
 @dataclass(eq=False)
@@ -97,7 +98,12 @@ ANY = Node("class", r"/[\x{0}-\x{10FFFF}]/", chars=ALL)
 
 def convert_ebnf(grammar: str) -> str:
     """Return a grammar in Lark. Raises ValueError that names the line at fault."""
-    return Writer(Parser(grammar)).write()
+    if len(grammar) > MAX_CHARS:
+        raise invalid(
+            "EBNF", f"must have at most {MAX_CHARS} characters, not {len(grammar)}: use Lark"
+        )
+    with naming("EBNF", RecursionError):
+        return Writer(Parser(grammar)).write()
 
 
 class Parser:

@@ -8,6 +8,7 @@ ECMAScript reads only without this flag is accepted, too, and so are Python's na
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 
 from nanovllm.utils.checks import invalid, show
 
@@ -34,7 +35,7 @@ ESCAPE = re.compile(
     | (?P<itself> [^0-9a-zA-Z])
     )""".replace("H", "[0-9a-fA-F]")
 )
-# Groups lose their names, because llguidance gives the name "stop" a meaning.
+# Groups lose their names, because llguidance reads a group called "stop" as a lookahead.
 GROUP = re.compile(r"\((?:\?P?<(?!\d)\w+>|\?(?P<flags>[is]*(?:-[is]+)?)(?P<end>[:)])|(?!\?))")
 QUANTIFIER = re.compile(r"(?:[*+?]|\{(?P<low>[0-9]+)(?:,(?P<high>[0-9]*))?\})\??")
 UNSUPPORTED = {
@@ -185,6 +186,8 @@ class PatternReader:
             members = SETS[text.lower()]
             return members if text.islower() else f"[^{members}]"
         if kind == "property":
+            if not _is_known(match[0]):
+                raise self._invalid(f"an unknown property {match[0]!r}")
             return match[0]
         if kind in ("byte", "unit", "point"):
             return chr(int(text, 16))
@@ -203,6 +206,14 @@ class PatternReader:
 
     def _invalid(self, problem: str) -> Exception:
         return invalid(f"pattern {show(self.pattern)}", f"has {problem}")
+
+
+@lru_cache
+def _is_known(text: str) -> bool:
+    """Return whether a class such as \\p{Lu} is one of Rust's regexes."""
+    from llguidance import LLMatcher
+
+    return not LLMatcher.validate_grammar(f"start: /{text}/")
 
 
 def _quote(atom: str) -> str:
