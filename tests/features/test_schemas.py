@@ -233,6 +233,10 @@ UNHELD_SCHEMAS = {
         {"patternProperties": {r"^(?=a)": {}}, "additionalProperties": False},
         '{"b":1}',
     ),
+    "patternProperties twice": (
+        {"patternProperties": {r"^\d$": {"type": "string"}, "^[0-9]$": {"maxLength": 1}}},
+        '{"1":5}',
+    ),
     "minProperties": ({**NAMES, "minProperties": 1}, "{}"),
     "minProperties 2": ({"type": "object", "minProperties": 2}, '{"a":1}'),
     "maxProperties": ({**NAMES, "maxProperties": 0}, '{"a":1}'),
@@ -356,15 +360,19 @@ def test_thoughts_come_before_a_constraint(is_open, outputs, text):
     "outputs, message",
     [
         ({"regex": r"[^\s\S]"}, "no text matches"),
-        ({"grammar": "start: a\na: /(/"}, 'line 2: invalid regex "(": unclosed group'),
+        (
+            {"grammar": "start: a\na: /(/"},
+            'line 2: invalid regex "(" (in regex): regex parse error: ( error: unclosed group',
+        ),
+        ({"json": {"pattern": r"\p{Some}"}}, r"regex parse error: \p{Some} error: "),
         ({"json": {"type": "foo"}}, "Invalid type: foo"),
         (
             {"json": {"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 1}]}},
-            "oneOf must have parts that exclude each other: use anyOf",
+            "oneOf constraints are not supported. ",
         ),
-        ({"json": {"$ref": "http://x/y"}}, "$ref 'http://x/y' is not in the schema"),
+        ({"json": {"$ref": "http://x/y"}}, "Resource 'http://x/y' is not present "),
         ({"grammar": 'start: "a" b\nb: c'}, 'line 2: unknown name: "c"'),
-        ({"grammar": "no rules"}, """line 1: Expected token ':', found 'rule_name' (at "rules")"""),
+        ({"grammar": "no rules"}, "line 1: Expected token ':', found 'rule_name' "),
     ],
     ids=str,
 )
@@ -377,7 +385,8 @@ def test_an_error_is_about_what_the_client_wrote(outputs, message):
             continue  # thoughts match
         with pytest.raises(ValueError) as caught:
             compile_outputs(each)
-        assert str(caught.value) == message
+        assert str(caught.value).startswith(message)
+        assert "start:" not in str(caught.value), "a line that the client did not write"
 
 
 def test_null_fields_are_not_given():

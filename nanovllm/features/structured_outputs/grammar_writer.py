@@ -33,21 +33,14 @@ LIMIT_PHRASES = {
     "Too many items": "the parser's items in a step",
 }
 
-# Patterns of llguidance's errors, and what they become, in this order.
+# Parts of llguidance's errors that do not help the client, and what they become, in this order.
 REWRITES = (
     ("(?s)^NoExtension.*", "no text matches"),
     (r"(?s)\n *\d+ \| .*", ""),  # the lines of the grammar that follow, such as "  1 | start: a"
-    ("<non-verbose/>", ""),
+    (r"\n *\^+\n", " "),  # marks a place in the line above
     (r"^(at )?(\d+\(\d+\): )*(\d+)\(\d+\): ", r"line \3: "),
     # A schema is in a line that the client did not write.
     (r"^line \d+: failed to compile JSON schema: ", ""),
-    (r"(?s) \(in regex\): regex parse error:.*error: ", ": "),
-    (r"regex parse error:\s+(.*)\n\s*\^+\n", r'invalid regex "\1": '),
-    ("^Unimplemented keys", "unsupported keys"),
-    ("^oneOf .*", "oneOf must have parts that exclude each other: use anyOf"),
-    ("^Resource ('.*') is not.*", r"$ref \1 is not in the schema"),
-    (r" \('\w+'\)\)$", ")"),
-    ('": error: ', '": '),
 )
 
 

@@ -157,7 +157,10 @@ def _convert_pattern(node: Schema, key: str) -> None:
 def _convert_names(node: Schema, key: str) -> None:
     if isinstance(node[key], dict):
         with naming(key, ValueError):
-            node[key] = {convert_pattern(name): schema for name, schema in node[key].items()}
+            schemas = {convert_pattern(name): schema for name, schema in node[key].items()}
+        if len(schemas) < len(node[key]):
+            raise invalid(key, "has two patterns for the same names: combine their schemas")
+        node[key] = schemas
 
 
 def _check_bound(node: Schema, key: str) -> None:
