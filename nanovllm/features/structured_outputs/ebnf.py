@@ -53,7 +53,7 @@ class Part(NamedTuple):
 
 
 EMPTY = Part('""', '""')
-OPEN = Part('""', "")  # a rule that is being read
+OPEN = Part('""', "")  # a rule that is being read. No lexeme of a recursive rule is used
 
 
 def convert_ebnf(grammar: str) -> str:
@@ -96,6 +96,7 @@ class Converter:
             self.rules.clear()
             root, *_ = [self._read_rule(name) for name in ["root", *self.heads]]
             rules = [f"r{index}: {part.rule}" for index, part in self.rules.items()]
+            # The others are parts of these, or no longer needed.
             used = set(re.findall("L[0-9]+", "\n".join(rules)))
             seen = 0
             for name, first in self.lexemes.values():
