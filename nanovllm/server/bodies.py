@@ -87,10 +87,10 @@ class Bodies:
         If it needs a grammar that is not checked, it ends, so that the thread is free. It is called
         again after the check. Cancelling this call cancels the check.
         """
-        problem: BaseException | None = None
+        problems: dict[bytes, BaseException] = {}
 
         def report_problem(check: GrammarCheck) -> None:
-            raise problem or UncheckedGrammar(check)
+            raise problems.get(check.digest) or UncheckedGrammar(check)
 
         run_check.set(report_problem)
         loop = asyncio.get_running_loop()
@@ -99,6 +99,8 @@ class Bodies:
                 return await loop.run_in_executor(executor, copy_context().run, prepare)
             except UncheckedGrammar as unchecked:
                 problem = await self.grammar_checks.run(unchecked.check)
+                if problem is not None:
+                    problems[unchecked.check.digest] = problem
 
     def _check(self, num_bytes: int) -> None:
         if num_bytes > self.max_bytes:

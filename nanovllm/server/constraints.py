@@ -20,9 +20,13 @@ Where a call is required, a grammar makes any model write the first form.
 import json
 from typing import Any, NamedTuple
 
-from nanovllm.features.structured_outputs.grammar_writer import naming_outputs, write_rules
-from nanovllm.features.structured_outputs.schemas import COMBINATIONS, relax, write_schema
-from nanovllm.sampling_params import StructuredOutputsParams
+from nanovllm.features.structured_outputs.grammar_writer import (
+    JSON_DEFAULTS,
+    NO_FORCING,
+    naming_outputs,
+)
+from nanovllm.features.structured_outputs.grammars import compiles
+from nanovllm.features.structured_outputs.schemas import write_schema
 from nanovllm.server.errors import JsonObject
 from nanovllm.text.chat_template import Tool, check_tools
 from nanovllm.text.vocabulary import END_TOOL_CALL, TOOL_CALL
@@ -32,6 +36,9 @@ from nanovllm.utils.checks import check_bool, invalid, show
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 # A function takes only the arguments that its schema names. Parts of a combination can name more.
 OBJECT = {"type": "object", "additionalProperties": False}
+ANY_OBJECT = {"type": "object", "additionalProperties": True}
+COMBINATIONS = {"$ref", "allOf", "anyOf", "oneOf"}
+MAX_CHECKED_TOOLS = 32  # of a request, because each is compiled in a process of its own
 FORMAT_KEYS = {
     "text": ["type"],
     "json_object": ["type", "schema"],  # the schema is an extension of llama.cpp
@@ -79,26 +86,26 @@ class Constraint(NamedTuple):
 
 def choose_constraint(given: JsonObject, tools: ToolChoice) -> Constraint:
     """Return what the parameters of a request, together, constrain."""
-    schema = read_format(given)
-    given_outputs = given.get("structured_outputs")
-    if not tools.required and schema is None:
-        return Constraint(given_outputs)
+    grammar = read_format(given)
+    outputs = given.get("structured_outputs")
+    if not tools.required and grammar is None:
+        return Constraint(outputs)
     name = "tool_choice" if tools.required else "response_format"
-    if given_outputs is not None:
+    if outputs is not None:
         raise invalid(
             name, "and structured_outputs both constrain the reply: leave one of them out"
         )
     if tools.required:
-        with naming_outputs("tools"):
+        name = "tools"
+        with naming_outputs(name):
             grammar = write_grammar(tools.required, tools.is_parallel)
-        return Constraint({"grammar": grammar}, "tools")
-    if tools.tools:
-        return Constraint({"grammar": _write_alternatives(tools, schema)}, name)
-    return Constraint({"json": schema}, name)
+    elif tools.tools:
+        grammar = write_alternatives(tools, str(grammar))
+    return Constraint({"grammar": grammar}, name)
 
 
-def read_format(given: JsonObject) -> JsonObject | None:
-    """Return the schema of response_format, if it has one."""
+def read_format(given: JsonObject) -> str | None:
+    """Return the grammar of response_format, if it constrains the text."""
     response_format: Any = given.get("response_format", {"type": "text"})
     match response_format:
         case {"type": "text" | "json_object" | "json_schema" as kind}:
@@ -108,7 +115,7 @@ def read_format(given: JsonObject) -> JsonObject | None:
         case {"type": "text"}:
             return None
         case {"type": "json_object"} if response_format.get("schema") in (None, {}):
-            return {"type": "object"}
+            schema = {"type": "object"}
         case {"type": "json_object", "schema": dict(schema)}:
             pass
         case {"type": "json_schema", "json_schema": {"schema": dict(schema)} as details}:
@@ -120,19 +127,36 @@ def read_format(given: JsonObject) -> JsonObject | None:
             meaning = "of type text, json_object, or json_schema with json_schema.schema"
             raise invalid("response_format", f"must be {meaning}, not {show(other)}")
     with naming_outputs("response_format"):
-        return schema if strict else relax(schema)
+        return f"start: %json {write_schema(schema, JSON_DEFAULTS, bool(strict))}"
 
 
-def _write_alternatives(tools: ToolChoice, schema: Any) -> str:
-    """Write a grammar of calls or JSON.
+def write_alternatives(tools: ToolChoice, grammar: str) -> str:
+    """Write a grammar of calls or of a format, whose `grammar` is given.
 
-    A call is optional, so unsupported keys of the tools' schemas are ignored.
+    A call is optional. Arguments that no grammar holds are therefore any object.
     """
-    with naming_outputs("tools"):
-        calls = write_grammar(tools.tools, tools.is_parallel, is_lenient=True)
-    with naming_outputs("response_format"):
-        text = write_rules(StructuredOutputsParams(json=schema))
-    return f"start: calls | format\ncalls: %lark {{ {calls}\n}}\nformat: %lark {{ {text}\n}}"
+
+    def write(each: list[Tool]) -> str:
+        calls = write_grammar(each, tools.is_parallel, is_optional=True)
+        return f"start: calls | format\ncalls: %lark {{ {calls}\n}}\nformat: %lark {{ {grammar}\n}}"
+
+    def holds(each: list[Tool]) -> bool:
+        try:
+            with naming_outputs():
+                return compiles(write(each) + NO_FORCING)
+        except ValueError:
+            return False
+
+    held = tools.tools
+    if not holds(held):
+        checked = [tool if holds([tool]) else _free(tool) for tool in held[:MAX_CHECKED_TOOLS]]
+        held = [*checked, *map(_free, held[MAX_CHECKED_TOOLS:])]
+    return write(held)
+
+
+def _free(tool: Tool) -> Tool:
+    """Return a tool that takes any object."""
+    return {"function": {"name": tool["function"]["name"], "parameters": ANY_OBJECT}}
 
 
 def _check_keys(name: str, value: JsonObject, known: list[str]) -> None:
@@ -142,21 +166,19 @@ def _check_keys(name: str, value: JsonObject, known: list[str]) -> None:
             raise invalid(f"{name}.{key}", "is not supported: leave it out")
 
 
-def write_grammar(tools: list[Tool], is_parallel: bool, is_lenient: bool = False) -> str:
+def write_grammar(tools: list[Tool], is_parallel: bool, is_optional: bool = False) -> str:
     """Write a grammar, in llguidance's variant of Lark, of a call of one of `tools`, or of more.
 
-    If it `is_lenient`, unsupported keys of all schemas are ignored.
+    If the call `is_optional`, no schema is strict.
     """
-    style = {**JSON_STYLE, "lenient": is_lenient}
     calls: list[str] = []
     for tool in tools:
         function = tool["function"]
         head = f'{TOOL_CALL}\n{{"name": "{function["name"]}", "arguments": '
         parameters = function.get("parameters") or {}
         defaults = {} if COMBINATIONS & parameters.keys() else OBJECT
-        if True not in (function.get("strict"), tool.get("strict")):
-            parameters = relax(parameters)
-        schema = write_schema({**defaults, **parameters, "x-guidance": style}, {})
+        is_strict = not is_optional and True in (function.get("strict"), tool.get("strict"))
+        schema = write_schema({**defaults, **parameters, "x-guidance": {}}, JSON_STYLE, is_strict)
         tail = f"}}\n{END_TOOL_CALL}"
         calls.append(f"{json.dumps(head)} %json {schema} {json.dumps(tail)}")
     more = ' ("\\n" call)*' if is_parallel else ""

@@ -2,7 +2,6 @@
 
 import json
 import random
-from unittest.mock import patch
 
 import jsonschema
 import numpy as np
@@ -16,9 +15,11 @@ from nanovllm.features.structured_outputs.grammar_writer import (
     explain,
     make_grammar,
 )
-from nanovllm.features.structured_outputs.schemas import FORMATS, relax
+from nanovllm.features.structured_outputs.schemas import FORMATS, UNHELD, write_schema
 
 TOKENIZER = LLTokenizer("byte")
+DRAFTS = [f"http://json-schema.org/draft-0{version}/schema#" for version in (4, 6, 7)]
+DRAFTS += [f"https://json-schema.org/draft/{date}/schema" for date in ("2019-09", "2020-12")]
 
 
 def compile(**outputs):
@@ -63,12 +64,12 @@ NUMBERS = [0, 1, -1, 2, 5, 10, -10, 99, 0.5, -0.5, 0.25, 1.5, -1.5, 2.75, 0.1, 1
 
 def make_number_schema(rng):
     schema = {"type": rng.choice(["integer", "number", ["integer", "null"]])}
-    for key in rng.sample(sorted(schemas.BOUNDS - {"multipleOf"}), rng.randint(1, 2)):
+    for key in rng.sample(sorted(schemas.BOUNDS), rng.randint(1, 2)):
         schema[key] = rng.choice(NUMBERS)
     if rng.random() < 0.3:
         schema["multipleOf"] = rng.choice([2, 3, 0.5, 0.25, 0.1])
     if rng.random() < 0.3:
-        key = rng.choice(sorted(schemas.BOUNDS - {"multipleOf"}))
+        key = rng.choice(sorted(schemas.BOUNDS))
         schema = {"allOf": [schema, {key: rng.choice(NUMBERS)}]}
     return schema
 
@@ -106,7 +107,7 @@ def make_object_schema(rng, depth=0):
     schema = {"type": "object", "properties": make_values(["a", "b", "ab"], 3)}
     schema["required"] = rng.sample(["a", "b", "c"], rng.randint(0, 2))
     schema["additionalProperties"] = rng.choice([False, False, True, {"const": 2}])
-    schema["patternProperties"] = make_values(["^a$", "^(a|b)$", "^[ab]$", "^c", "b$"], 2)
+    schema["patternProperties"] = make_values(["^a", "^(a|b)", "^[ab]+$", "^c", "b$"], 2)
     if rng.random() < 0.2:
         schema[rng.choice(["minProperties", "maxProperties"])] = rng.randint(0, 3)
     return schema
@@ -146,37 +147,22 @@ def test_objects_are_valid_and_never_stuck():
         ({"enum": [1, 2**64]}, "enum"),
         ({"properties": {"a": {"items": {"minimum": 2**53 + 1}}}}, "minimum"),
         ({"maximum": 2**63 - 1}, "maximum"),
-        ({"type": "integer", "minimum": -(2**63)}, "minimum"),
         ({"type": "integer", "maximum": 2**60 + 1}, "maximum"),
         ({"type": "integer", "exclusiveMaximum": 2**63 - 1}, "exclusiveMaximum"),
-        ({"exclusiveMaximum": 1e300}, "exclusiveMaximum"),
         ({"multipleOf": 10**30}, "multipleOf"),
         ('{"const": 1e999}', "const"),
-        ({"exclusiveMinimum": 0, "maximum": 0.5}, "exclusiveMinimum"),
-        ({"minimum": 0, "exclusiveMinimum": True, "maximum": 0.5}, "exclusiveMinimum"),
-        ({"minimum": -0.5, "exclusiveMaximum": 0}, "exclusiveMaximum"),
-        ({"allOf": [{"exclusiveMinimum": 0}, {"maximum": 0.5}]}, "exclusiveMinimum"),
-        (
-            {
-                "properties": {"a": {"exclusiveMinimum": 0}},
-                "patternProperties": {"^a": {"maximum": 0.5}},
-            },
-            "exclusiveMinimum",
-        ),
-        (
-            {"$ref": "#/$defs/a", "exclusiveMinimum": 0, "$defs": {"a": {"maximum": 0.5}}},
-            "exclusiveMinimum",
-        ),
-        ({"allOf": [{"multipleOf": 65537}, {"multipleOf": 65539}]}, "multipleOf"),
-        ({"type": "object", "minProperties": 2}, "minProperties"),
         ('"text"', "a JSON schema"),
     ],
     ids=str,
 )
-def test_what_cannot_be_held_exactly_is_named(schema, name):
-    with pytest.raises(ValueError, match=f"^{name} ") as caught:
-        compile(json=schema)
-    assert len(str(caught.value)) < 120
+def test_a_number_that_would_be_rounded_is_named(schema, name):
+    for is_strict in (True, False):
+        with pytest.raises(ValueError, match=f"^{name} ") as caught:
+            write_schema(schema, {}, is_strict)
+        assert len(str(caught.value)) < 120
+
+
+CLOSED = {"type": "object", "properties": {"a": {}, "b": {}}, "additionalProperties": False}
 
 
 @pytest.mark.parametrize(
@@ -194,6 +180,11 @@ def test_what_cannot_be_held_exactly_is_named(schema, name):
         ({"const": "\x01"}, '"\\u0001"', '"\\u0002"'),
         ({"properties": {"x": {"const": 1}}, "type": "object"}, '{"x":1}', '{"\\u0078":2}'),
         ({"type": "object", "minProperties": 1}, '{"a":1}', "{}"),
+        ({**CLOSED, "minProperties": 1}, '{"b":1}', "{}"),
+        ({**CLOSED, "minProperties": 1, "maxProperties": 1}, '{"a":1}', '{"a":1,"b":2}'),
+        ({"type": "object", "required": ["a"], "maxProperties": 2}, '{"a":1,"b":2}', "{}"),
+        ({"minimum": 0, "exclusiveMinimum": True, "type": "number"}, "0.5", "0"),
+        ({"propertyNames": {"type": "string"}, "maxProperties": 1}, '{"a":1}', '{"a":1,"b":2}'),
         ({"type": "object"}, '{"a": 1}', '{"a":\n1}'),
     ],
     ids=str,
@@ -204,113 +195,120 @@ def test_texts_of_a_schema(schema, valid, invalid):
     assert not allows(matcher, invalid)
 
 
-def test_names_do_not_take_exponential_time():
-    """Python's re would take days to match the pattern."""
-    pattern = "^" + 40 * "a?" + 40 * "a" + "$"
-    properties = {num * "a": {"type": "integer"} for num in range(40, 81)}
-    schema = {"type": "object", "properties": properties, "patternProperties": {pattern: {}}}
-    assert allows(compile(json=schema), '{"' + 50 * "a" + '":1}')
-
-
-def test_many_names_and_patterns_take_no_time():
-    node = {"type": "object", "properties": {"a": {}}, "additionalProperties": False}
-    hard = {f"^({index}|{'.?' * 80})$": {} for index in range(100)}
-    nodes = [{**node, "patternProperties": hard, "title": str(index)} for index in range(100)]
-    with patch.object(schemas, "_may_begin") as check:
-        schemas.write_schema({"anyOf": nodes}, {})
-    assert check.call_count <= schemas.MAX_NAME_CHECKS
-
-
-@pytest.mark.parametrize(
-    "schema", [{"multipleOf": [2**53] * 70_000}, {"allOf": [{"multipleOf": 9e15}] * 70_000}]
-)
-def test_large_products_are_no_errors_of_python(schema):
-    with pytest.raises(ValueError, match="multipleOf"):
-        compile(json=schema)
-
-
 def test_blank_lines_of_a_grammar_take_no_time():
     """A pattern that looks for EBNF in each of them would take minutes."""
     assert allows(compile(grammar=100_000 * "\n" + 'start: "a"'), "a")
 
 
-def test_known_formats_are_those_of_llguidance():
-    others = {"path", "binary", "password", "regex", "json-pointer", "idn-email", "uri-reference"}
-    for name in FORMATS | others:
-        grammar = LLMatcher.grammar_from_json_schema({"type": "string", "format": name})
-        assert (LLMatcher.validate_grammar(grammar) == "") == (name in FORMATS), name
+def test_the_tables_are_what_llguidance_says():
+    """Each key of each draft, and each format that Pydantic and zod write."""
+
+    def holds(schema):
+        grammar = LLMatcher.grammar_from_json_schema({"type": ["object", "string"], **schema})
+        return not LLMatcher.validate_grammar(grammar).count("Unimplemented" if key else "Unknown")
+
+    validators = [jsonschema.validators.validator_for({"$schema": url}) for url in DRAFTS]
+    assert len(set(validators)) == len(DRAFTS)
+    for key in {key for each in validators for key in each.VALIDATORS} | set(UNHELD):
+        assert holds({key: {}}) == (key not in UNHELD), key
+    others = "path binary password regex json-pointer idn-email uri-reference base64 cuid lowercase"
+    key = None
+    for name in FORMATS | set(others.split()):
+        assert holds({"format": name}) == (name in FORMATS), name
 
 
-@pytest.mark.parametrize("pattern", ["^score$", "^(score|size)$", "^s(core|ize)$"])
-def test_patterns_that_match_only_listed_names(pattern):
-    """After a comma no name is left, so there must be no comma."""
+NAMES = {"type": "object", "properties": {"a": {}, "b": {}}}
+# A value of a key that no grammar holds, and text that it forbids.
+UNHELD_SCHEMAS = {
+    "uniqueItems": ({"type": "array", "uniqueItems": True}, "[1,1]"),
+    "propertyNames": ({"type": "object", "propertyNames": {"enum": ["a"]}}, '{"b":1}'),
+    "not": ({"not": {"const": 1}}, "1"),
+    "if": ({"if": {"minimum": 1}, "then": {"const": 1}, "else": {"const": 0}}, "2"),
+    "contains": ({"contains": {"const": 1}, "minContains": 2}, "[1]"),
+    "dependentRequired": ({**NAMES, "dependentRequired": {"a": ["b"]}}, '{"a":1}'),
+    "unevaluatedProperties": ({**NAMES, "unevaluatedProperties": False}, '{"c":1}'),
+    "format": ({"type": "string", "format": "path"}, None),
+    "pattern": ({"type": "string", "pattern": "^(?!b)[a-z]+$"}, '"b"'),
+    "patternProperties": (
+        {"patternProperties": {r"^(?=a)": {}}, "additionalProperties": False},
+        '{"b":1}',
+    ),
+    "patternProperties twice": (
+        {"patternProperties": {r"^\d$": {"type": "string"}, "^[0-9]$": {"maxLength": 1}}},
+        '{"1":5}',
+    ),
+    "minProperties": ({**NAMES, "minProperties": 1}, "{}"),
+    "minProperties 2": ({"type": "object", "minProperties": 2}, '{"a":1}'),
+    "maxProperties": ({**NAMES, "maxProperties": 0}, '{"a":1}'),
+    "minimum": ({"type": "integer", "minimum": -(2**63)}, str(-(2**64))),
+    "maximum": ({"type": "number", "maximum": 3.4028234663852886e38}, "9" * 50),
+    "exclusiveMinimum": ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, "0"),
+    "oneOf": ({"oneOf": [{"minimum": 0}, {"maximum": 5}]}, "3"),
+    "min/maxProperties": ({"allOf": [NAMES, {"maxProperties": 1}]}, '{"a":1,"b":2}'),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.* is ignored:RuntimeWarning")
+@pytest.mark.parametrize("name", UNHELD_SCHEMAS)
+def test_a_key_that_no_grammar_holds_is_rejected_if_strict_and_else_dropped(name):
+    key = name.split()[0]
+    part, text = UNHELD_SCHEMAS[name]
     schema = {
-        "type": "object",
-        "properties": {"score": {"type": "integer"}, "size": {"maximum": 3}, "other": {}},
-        "required": ["score", "size", "other"],
-        "patternProperties": {pattern: {"minimum": 2}},
-        "additionalProperties": False,
+        "$defs": {key: part},
+        "properties": {"x": {"$ref": f"#/$defs/{key.replace('/', '~1')}"}},
     }
-    matcher = compile(json=schema)
-    assert allows(matcher, '{"score":2,"size":3,"other":1}')
-    assert not allows(matcher, '{"score":1,"size":3,"other":1}')
-    assert not allows(matcher, '{"score":2,"size":3,"other":1')
-    matcher.consume_tokens(list(b'{"score":2,"size":3,"other":1'))
-    assert not matcher.try_consume_tokens(list(b","))
+    before = json.dumps(schema)
+    with pytest.raises(ValueError, match=key):
+        compile(json=schema)
+    dropped = write_schema(schema, {}, is_strict=False)
+    matcher = compile(json=dropped)
+    assert json.dumps(schema) == before, "the client's schema stays as it is"
+    if text is not None:
+        assert allows(matcher, f'{{"x":{text}}}')
+        validator = jsonschema.Draft202012Validator(schema)
+        assert not validator.is_valid({"x": json.loads(text)})
 
 
-def test_patterns_that_match_only_required_names():
-    schema = {"type": "object", "required": ["a", "b"], "additionalProperties": False}
-    schema["patternProperties"] = {"^[ab]$": {"const": 1}}
-    matcher = compile(json=schema)
-    assert allows(matcher, '{"a":1,"b":1}')
-    matcher.consume_tokens(list(b'{"a":1,"b":1'))
-    assert not matcher.try_consume_tokens(list(b","))
+def test_a_key_that_is_dropped_is_named_once_and_alone():
+    schema = {"type": "array", "uniqueItems": True, "default": [{"not": 1}], "maxItems": 1}
+    with pytest.warns(RuntimeWarning, match="uniqueItems .* is ignored") as caught:
+        text = write_schema({"properties": {"not": schema, "a": schema}}, {}, is_strict=False)
+    assert len({str(each.message) for each in caught}) == 1
+    kept = {"type": "array", "default": [{"not": 1}], "maxItems": 1}
+    assert json.loads(text)["properties"] == {"not": kept, "a": kept}
 
 
-def test_patterns_with_a_name_left_hold():
-    schema = {"type": "object", "additionalProperties": False}
-    schema |= {"properties": {"a": {"const": 1}}, "patternProperties": {"^[ab]$": {"minimum": 1}}}
-    matcher = compile(json=schema)
-    assert allows(matcher, '{"a":1,"b":2}')
-    assert not allows(matcher, '{"b":0}')
-    rng = random.Random(0)
-    for _ in range(40):
-        text = sample(matcher, rng)
-        if text is not None:
-            jsonschema.validate(json.loads(text), schema)
+def test_annotations_are_ignored():
+    schema = {"$schema": "https://json-schema.org/draft-07/schema#", "deprecated": True}
+    schema |= {"title": "x", "discriminator": {"propertyName": "kind"}, "x-order": 1}
+    schema |= {"type": "integer", "format": "int64"}
+    assert allows(compile(json=schema), "1")
 
 
-def test_a_pattern_with_lookaround_leaves_the_other_types():
-    """As of a Decimal of pydantic."""
-    text = {"type": "string", "pattern": r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"}
-    matcher = compile(json={"anyOf": [{"type": "number"}, text]})
-    assert allows(matcher, "1.5")
-    assert not allows(matcher, '"1.5"')
-    with pytest.raises(ValueError, match="look-around"):
-        compile(json=text)
-
-
-def test_a_relaxed_schema_lacks_only_what_no_grammar_holds():
-    path = {"type": "string", "format": "path", "maxLength": 3}
-    day = {"type": "string", "format": "date"}
-    names = {"uniqueItems": {"type": "array", "uniqueItems": True}, "format": path, "day": day}
-    schema = {"properties": names, "required": ["day"], "default": {"format": "path"}}
-    relaxed = relax(schema)
-    assert relaxed["properties"] == {
-        "uniqueItems": {"type": "array"},
-        "format": {"type": "string", "maxLength": 3},
-        "day": day,
-    }
-    assert relaxed["default"] == schema["default"]
-    assert path["format"] == "path", "the client's schema stays as it is"
-    compile(json=relaxed)
-    for strict in (names["uniqueItems"], path):
-        with pytest.raises(ValueError):
-            compile(json=strict)
-    for other in ({"not": {}}, {"contains": {}}, {"if": {}}, {"propertyNames": {}}):
-        with pytest.raises(ValueError, match="unsupported keys"):
-            compile(json=relax(other))
+@pytest.mark.parametrize(
+    "schema, text",
+    [
+        # The exclusive bound and one with the same integer part are in two nodes.
+        ({"type": "number", "allOf": [{"exclusiveMinimum": 0}, {"maximum": 0.5}]}, "0"),
+        # The product is 2**32 + 1.
+        ({"type": "integer", "allOf": [{"multipleOf": 641}, {"multipleOf": 6700417}]}, "2"),
+        # No name is left after the comma, so the text cannot end.
+        (
+            {
+                "type": "object",
+                "properties": {"a": {}},
+                "patternProperties": {"^a$": {}},
+                "additionalProperties": False,
+            },
+            '{"a":1,',
+        ),
+        # A name that the schema does not list comes twice.
+        ({"type": "object", "additionalProperties": {"const": 1}}, '{"a":1,"a":1}'),
+    ],
+)
+def test_a_fault_of_llguidance(schema, text):
+    """It allows text that it should not. If this fails, a newer version has mended it."""
+    assert compile(json=schema).try_consume_tokens(list(text.encode())) == len(text)
 
 
 @pytest.mark.parametrize(
@@ -331,20 +329,6 @@ def test_grammars_in_lark_and_ebnf(grammar):
         assert allows(matcher, "a")
         assert allows(matcher, "b7")
         assert not allows(matcher, "b")
-
-
-@pytest.mark.parametrize(
-    "grammar, problem",
-    [
-        ("root ::= (", r"Expected '\)' at line 1"),
-        ("root ::= foo", "Rule 'foo' not found"),
-        ("root ::= " + "(" * 9999, "recursion"),
-        ('root ::= "' + "a" * 30_000 + '"', "at most 20000 characters"),
-    ],
-)
-def test_an_invalid_ebnf_is_rejected(grammar, problem):
-    with pytest.raises(ValueError, match=f"EBNF.*{problem}"):
-        make_grammar(StructuredOutputsParams(grammar=grammar))
 
 
 THOUGHTS = "I think, <think> and think.\n</think>"
@@ -376,17 +360,19 @@ def test_thoughts_come_before_a_constraint(is_open, outputs, text):
     "outputs, message",
     [
         ({"regex": r"[^\s\S]"}, "no text matches"),
-        ({"regex": "("}, 'invalid regex "(": unclosed group'),
+        (
+            {"grammar": "start: a\na: /(/"},
+            'line 2: invalid regex "(" (in regex): regex parse error: ( error: unclosed group',
+        ),
+        ({"json": {"pattern": r"\p{Some}"}}, r"regex parse error: \p{Some} error: "),
         ({"json": {"type": "foo"}}, "Invalid type: foo"),
-        ({"json": {"not": {}}}, 'unsupported keys: ["not"]'),
-        ({"json": {"type": "string", "pattern": "("}}, 'invalid regex "(": unclosed group'),
         (
             {"json": {"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 1}]}},
-            "oneOf must have parts that exclude each other: use anyOf",
+            "oneOf constraints are not supported. ",
         ),
-        ({"json": {"$ref": "http://x/y"}}, "$ref 'http://x/y' is not in the schema"),
+        ({"json": {"$ref": "http://x/y"}}, "Resource 'http://x/y' is not present "),
         ({"grammar": 'start: "a" b\nb: c'}, 'line 2: unknown name: "c"'),
-        ({"grammar": "no rules"}, """line 1: Expected token ':', found 'rule_name' (at "rules")"""),
+        ({"grammar": "no rules"}, "line 1: Expected token ':', found 'rule_name' "),
     ],
     ids=str,
 )
@@ -399,7 +385,8 @@ def test_an_error_is_about_what_the_client_wrote(outputs, message):
             continue  # thoughts match
         with pytest.raises(ValueError) as caught:
             compile_outputs(each)
-        assert str(caught.value) == message
+        assert str(caught.value).startswith(message)
+        assert "start:" not in str(caught.value), "a line that the client did not write"
 
 
 def test_null_fields_are_not_given():

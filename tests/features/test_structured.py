@@ -536,7 +536,7 @@ def test_invalid_grammar_is_rejected(llm, kind):
 def test_an_error_names_the_line_of_the_grammar(llm):
     with pytest.raises(ValueError, match='line 2: unknown name: "c"$'):
         run(llm, {"grammar": 'start: "a" b\nb: c'})
-    with pytest.raises(ValueError, match="unclosed group$"):
+    with pytest.raises(ValueError, match=r"structured_outputs: pattern '\(': a group is unclosed$"):
         run(llm, {"regex": "("})
 
 

@@ -54,6 +54,18 @@ def allow(llm, *texts, **options):
     return allowed
 
 
+def make_tool(parameters, strict=False, name="f"):
+    function = {"name": name, "parameters": parameters, "strict": strict}
+    return {"type": "function", "function": function}
+
+
+def make_call(arguments, name="f"):
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+NAMED = {"type": "function", "function": {"name": "f"}}
+
+
 def make_format(schema, **options):
     details = {"name": "x", "schema": schema, **options}
     return {"response_format": {"type": "json_schema", "json_schema": details}}
@@ -94,38 +106,59 @@ def test_what_would_change_the_format_is_named(llm, response_format, param):
     assert "structured_outputs" not in caught.value.message
 
 
-FIELDS = {  # as pydantic writes them
-    "Path": {"format": "path", "type": "string"},
-    "bytes": {"format": "binary", "type": "string"},
-    "SecretStr": {"format": "password", "type": "string", "writeOnly": True},
-    "IPvAnyAddress": {"format": "ipvanyaddress", "type": "string"},
-    "Base64Str": {"format": "base64", "type": "string"},
-    "set": {"items": {"type": "integer"}, "type": "array", "uniqueItems": True},
+EMAIL = r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9-]*\.)+[A-Za-z]{2,}$"
+# Fields that no grammar holds, with the key that it does not hold and a valid value.
+FIELDS = {
+    # As Pydantic writes them.
+    "Path": ({"format": "path", "type": "string"}, "format", "a/b"),
+    "set": (
+        {"items": {"type": "integer"}, "type": "array", "uniqueItems": True},
+        "uniqueItems",
+        [1],
+    ),
+    "dict[Literal, float]": (
+        {
+            "additionalProperties": {"type": "number"},
+            "propertyNames": {"enum": ["a", "b"]},
+            "type": "object",
+        },
+        "propertyNames",
+        {"a": 1.5},
+    ),
+    "int64": ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, "minimum", 7),
+    "discriminated union": ({"oneOf": [{"$ref": "#/$defs/a"}, {"type": "null"}]}, "oneOf", 1),
+    # As zod writes them.
+    "z.email()": ({"type": "string", "format": "email", "pattern": EMAIL}, "pattern", "a@b.co"),
+    "z.float32()": ({"type": "number", "maximum": 3.4028234663852886e38}, "maximum", 0.5),
+    "z.never()": ({"not": {}}, "not", 1),
 }
 
 
+@pytest.mark.filterwarnings("ignore:.* is ignored:RuntimeWarning")
 @pytest.mark.parametrize("name", FIELDS)
 def test_everyday_fields_are_accepted_unless_they_are_strict(llm, name):
-    schema = {"$defs": {"x": FIELDS[name]}, "type": "object", "required": ["a"]}
+    field, key, value = FIELDS[name]
+    definitions = {"x": field, "a": {"type": "integer"}}
+    schema = {"$defs": definitions, "type": "object", "required": ["a"]}
     schema["properties"] = {"a": {"$ref": "#/$defs/x"}}
-    strict_tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
-    tool = {"type": "function", "function": {**strict_tool["function"], "strict": False}}
-    strict_tool["function"]["strict"] = True
-    required = {"tool_choice": "required"}
-    value = "[1, 1]" if name == "set" else '"text"'
-    text = f'{{"a": {value}}}'
+    tool, strict_tool = (make_tool(schema, strict) for strict in (False, True))
+    text = json.dumps({"a": value})
+    call = make_call(text)
     for strict in (False, None):
         assert allow(llm, text, **make_format(schema, strict=strict)) == [True]
-    call = CALL.replace("add", "f").replace('{"a": 1}', text)
-    assert allow(llm, call, tools=[tool], **required) == [True]
+    for choice in ("required", NAMED):
+        assert allow(llm, call, tools=[tool], tool_choice=choice) == [True]
     for param, body in (
         ("response_format", make_format(schema, strict=True)),
+        ("response_format", {**make_format(schema, strict=True), "tools": [tool]}),
         ("structured_outputs", {"structured_outputs": {"json": schema}}),
-        ("tools", {"tools": [strict_tool], **required}),
+        ("tools", {"tools": [strict_tool], "tool_choice": NAMED}),
     ):
-        with pytest.raises(ApiError, match=r"Unknown format|unsupported keys") as caught:
+        with pytest.raises(ApiError, match=key) as caught:
             parse(llm, **body)
         assert caught.value.param == param
+    # A strict tool that merely may be called forbids nothing.
+    assert allow(llm, call, TEXT, **JSON, tools=[strict_tool]) == [True, True]
 
 
 # --- Tools
@@ -155,22 +188,41 @@ def test_a_format_beside_tools(llm, options, call, text):
     assert allow(llm, f"{CALL}\n{CALL}", **JSON, **options, **one) == [False]
 
 
-def test_a_tool_that_no_grammar_holds_does_not_forbid_a_format(llm):
-    """Nobody asked for its call."""
-    parameters = {**PAIR, "not": {"required": ["b"]}}
-    tools = [{"type": "function", "function": {"name": "add", "parameters": parameters}}]
-    assert allow(llm, CALL, TEXT, **JSON, tools=tools) == [True, True]
-    with pytest.raises(ApiError, match='tools: .*unsupported keys: \\["not"\\]'):
-        parse(llm, **JSON, tools=tools, tool_choice="required")
+UNHELD_FIELDS = [
+    {"type": "any"},
+    {"$ref": "#/$defs/missing"},
+    {"const": 2**60},
+    {"type": "string", "minLength": -1},
+    {"patternProperties": {"^a": {}, "b$": {}}},
+]
 
 
-def test_a_number_of_a_tool_is_named_with_it(llm):
-    parameters = {"properties": {"a": {"const": 2**60}}}
-    tools = [{"type": "function", "function": {"name": "add", "parameters": parameters}}]
-    for options in ({"tool_choice": "required"}, JSON):
-        with pytest.raises(ApiError, match="tools: const must have") as caught:
-            parse(llm, tools=tools, **options)
-        assert caught.value.param == "tools"
+def test_a_tool_that_may_be_called_takes_any_object_if_no_grammar_holds_its_own(llm):
+    """The other tools keep their schemas."""
+    tools = [make_tool(PAIR)]
+    texts = [TEXT, make_call(TEXT), make_call('{"a": "x"}')]
+    for index, field in enumerate(UNHELD_FIELDS):
+        tools.append(make_tool({"properties": {"a": field}}, name=f"f{index}"))
+        texts.append(make_call('{"x": [null]}', f"f{index}"))
+    texts.append(make_call("[1]", "f0"))
+    allowed = allow(llm, *texts, **JSON, tools=tools)
+    assert allowed == [True, True, False, *[True] * len(UNHELD_FIELDS), False]
+
+
+@pytest.mark.parametrize("field", UNHELD_FIELDS[1:3], ids=str)
+def test_an_error_names_the_parameter_at_fault(llm, field):
+    schema = {"properties": {"a": field}}
+    for param, body in (
+        ("tools", {"tools": [make_tool(schema)], "tool_choice": NAMED}),
+        ("tools", {"tools": [make_tool(schema)], "tool_choice": "required", **JSON}),
+        ("response_format", {"tools": [make_tool(PAIR)], **make_format(schema)}),
+        ("response_format", {"tools": [make_tool(schema)], **make_format(schema, strict=True)}),
+        ("structured_outputs", {"structured_outputs": {"json": schema}}),
+    ):
+        with pytest.raises(ApiError) as caught:
+            parse(llm, **body)
+        assert caught.value.param == param
+        assert caught.value.message.startswith(f"{param}: ")
 
 
 # --- Thoughts

@@ -172,6 +172,25 @@ def test_a_body_is_parsed_again_after_the_check_of_its_grammar(monkeypatch):
     assert sorted(parsed) == ["invalid", "invalid", "known", "valid", "valid"]
 
 
+def test_the_problem_of_one_grammar_is_not_that_of_another(monkeypatch):
+    """A body may need several. Tools whose grammars have problems take any object."""
+    checks = {name: StubCheck(name.encode()) for name in ("bad", "good")}
+    monkeypatch.setattr(grammars, "GrammarCheck", checks.get)
+    monkeypatch.setattr(grammars, "checked_digests", [])
+    checks["bad"].problem = ValueError("too complex")
+    checks["good"].run = lambda: grammars.checked_digests.append(b"good")
+    checks["bad"].released.set()
+
+    def prepare():
+        with pytest.raises(ValueError, match="too complex"):
+            check_in_process("bad")
+        check_in_process("good")
+        return "done"
+
+    reader = bodies.Bodies(10**6)
+    assert asyncio.run(asyncio.wait_for(reader.call(prepare), 60)) == "done"
+
+
 @pytest.mark.parametrize("is_early", [True, False])
 def test_a_cancelled_check_ends_its_process(endless, is_early):
     check = GrammarCheck("start: /endless/")

@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from nanovllm.features.structured_outputs.ebnf import convert_ebnf
+from nanovllm.features.structured_outputs.patterns import convert_pattern
 from nanovllm.features.structured_outputs.schemas import write_schema
 from nanovllm.sampling_params import StructuredOutputsParams
-from nanovllm.utils.checks import invalid, naming
+from nanovllm.utils.checks import naming
 
 # Whitespace between two tokens of JSON. It is limited, because small models would repeat it until
 # max_tokens.
@@ -22,7 +24,6 @@ reasoning: REASONING /\n{0,2}/
 REASONING: /(?s:.*)<\/think>/ & ~/(?s:.*)<\/think>(?s:.+)/
 """
 EBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
-MAX_EBNF = 20_000  # characters, because the conversion takes quadratic time
 
 # What llguidance says about the limits of grammars.py, and what they limit.
 LIMIT_PHRASES = {
@@ -32,21 +33,14 @@ LIMIT_PHRASES = {
     "Too many items": "the parser's items in a step",
 }
 
-# Patterns of llguidance's errors, and what they become, in this order.
+# Parts of llguidance's errors that do not help the client, and what they become, in this order.
 REWRITES = (
     ("(?s)^NoExtension.*", "no text matches"),
     (r"(?s)\n *\d+ \| .*", ""),  # the lines of the grammar that follow, such as "  1 | start: a"
-    ("<non-verbose/>", ""),
+    (r"\n *\^+\n", " "),  # marks a place in the line above
     (r"^(at )?(\d+\(\d+\): )*(\d+)\(\d+\): ", r"line \3: "),
-    # A schema and a regex are in a line that the client did not write.
-    (r"^line \d+: (failed to compile JSON schema: |(?=invalid regex))", ""),
-    (r"(?s) \(in regex\): regex parse error:.*error: ", ": "),
-    (r"regex parse error:\s+(.*)\n\s*\^+\n", r'invalid regex "\1": '),
-    ("^Unimplemented keys", "unsupported keys"),
-    ("^oneOf .*", "oneOf must have parts that exclude each other: use anyOf"),
-    ("^Resource ('.*') is not.*", r"$ref \1 is not in the schema"),
-    (r" \('\w+'\)\)$", ")"),
-    ('": error: ', '": '),
+    # A schema is in a line that the client did not write.
+    (r"^line \d+: failed to compile JSON schema: ", ""),
 )
 
 
@@ -65,13 +59,11 @@ def make_grammar(outputs: StructuredOutputsParams) -> str:
 
 
 def write_rules(outputs: StructuredOutputsParams) -> str:
-    from llguidance import LLMatcher
-
     if outputs.grammar is not None:
-        return convert_ebnf(outputs.grammar)
+        is_ebnf = EBNF_RULE.search(outputs.grammar) is not None
+        return convert_ebnf(outputs.grammar) if is_ebnf else outputs.grammar
     if outputs.regex is not None:
-        grammar = LLMatcher.grammar_from_regex(outputs.regex)
-        return str(json.loads(grammar)["grammars"][0]["lark_grammar"])
+        return f"start: /(?:{convert_pattern(outputs.regex)})/"
     if outputs.choice is not None:
         texts = [json.dumps(text, ensure_ascii=False) for text in outputs.choice]
         # A terminal, because the parser's limits would allow only some thousand rules.
@@ -79,18 +71,6 @@ def write_rules(outputs: StructuredOutputsParams) -> str:
         return rules.replace("\x7f", r"\x7f")  # llguidance rejects DEL, which JSON does not escape
     schema = {"type": "object"} if outputs.json is None else outputs.json
     return f"start: %json {write_schema(schema, JSON_DEFAULTS)}"
-
-
-def convert_ebnf(grammar: str) -> str:
-    """Return a grammar in Lark, which may be in the EBNF of vLLM and llama.cpp (root ::= ...)."""
-    if EBNF_RULE.search(grammar) is None:
-        return grammar
-    from llguidance.gbnf_to_lark import gbnf_to_lark
-
-    if len(grammar) > MAX_EBNF:
-        raise invalid("an EBNF grammar", f"must have at most {MAX_EBNF} characters: use Lark")
-    with naming("invalid or unsupported EBNF", Exception):
-        return gbnf_to_lark(grammar)
 
 
 def allow_reasoning(outputs: StructuredOutputsParams, is_open: bool) -> StructuredOutputsParams:

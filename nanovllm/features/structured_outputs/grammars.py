@@ -11,7 +11,7 @@ import sys
 from collections import deque
 from collections.abc import Callable
 from contextvars import ContextVar
-from functools import cached_property
+from functools import cached_property, lru_cache
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 CHECK_PROGRAM = str(Path(__file__).with_name("grammar_check.py"))
 CPU_SECONDS = 2  # for the compilation of a grammar
 CHECK_SECONDS = 30  # for the process that compiles it, which waits for the cores of the engine
-LIMITS: Any = {"step_lexer_fuel": 50_000, "step_max_items": 10_000, "max_items_in_row": 10_000}
+LIMITS: Any = {"step_lexer_fuel": 50_000, "step_max_items": 50_000, "max_items_in_row": 10_000}
 MAX_LEXER_STATES = 50_000  # per sample
 
 
@@ -175,3 +175,19 @@ def check_in_process(grammar: str) -> None:
     check = GrammarCheck(grammar)
     if check.digest not in checked_digests:
         run_check.get()(check)
+
+
+def compiles(grammar: str) -> bool:
+    """Return whether a grammar is valid, and compiles without harm."""
+    try:
+        check_in_process(grammar)
+    except ValueError:
+        return False
+    return _is_valid(grammar)
+
+
+@lru_cache(maxsize=64)  # a request is parsed again after each check of a grammar
+def _is_valid(grammar: str) -> bool:
+    from llguidance import LLMatcher
+
+    return not LLMatcher.validate_grammar(grammar)

@@ -1,84 +1,66 @@
 """Prepares JSON schemas for llguidance, so that all text that it allows is valid.
 
-llguidance rounds large numbers, misreads some exclusive bounds, and can wait for a property name
-that cannot come. A schema that it cannot follow exactly is rejected with an error that names the
-key.
+One rule holds for all keys. A strict schema with a key that llguidance does not hold is rejected
+with an error that names the key. Otherwise the key is dropped, which allows more text. A number
+that llguidance would round is an error in both cases. Other keys are annotations.
 """
 
 import json
-import math
-import re
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from decimal import Decimal
-from functools import cache
 from typing import Any
 
-from nanovllm.utils.checks import invalid, show
+from nanovllm.features.structured_outputs.patterns import convert_pattern
+from nanovllm.utils.checks import invalid, naming, show
 
 Schema = dict[str, Any]
 
 # Keys with a schema for each of some names.
-MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+MAPS = ("properties", "patternProperties", "$defs", "definitions")
 # Keys whose values contain no schemas.
 VALUES = ("const", "enum", "default", "examples", "x-guidance")
-BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
-COMBINATIONS = {"$ref", "allOf", "anyOf", "oneOf"}
-MAX_INTEGER = 2**53  # up to here, float64 holds all integers
-MAX_DIGITS = 15  # digits of other numbers that llguidance reads without rounding
-MIN_EXPONENT = -22  # powers of ten that float64 holds exactly end at 10^22
-MAX_MULTIPLE = 2**32  # limit on the product of several multipleOf
-MAX_NAME_CHECKS = 100  # because each takes a millisecond
-# Patterns of names with no special characters but those of alternatives, such as ^(a|b)$.
-FINITE_PATTERN = re.compile(r"\^[\w\[\]()|?:,. /-]{0,200}\$")
-LOOKAROUND = re.compile(r"\(\?<?[=!]")
-# The escapes that strings may contain. Without \u, because "\u0061" would be a second spelling of
-# the name "a".
-ESCAPES = 'bfnrt"\\'
+BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+# Keys of any draft that llguidance has no grammar for.
+UNHELD = """
+    not if then else contains minContains maxContains uniqueItems unevaluatedItems propertyNames
+    dependencies dependentRequired dependentSchemas unevaluatedProperties
+    $dynamicAnchor $dynamicRef $recursiveAnchor $recursiveRef
+""".split()
+# Values of these that constrain nothing. zod writes the first one for every record.
+NEUTRAL = {"propertyNames": {"type": "string"}, "uniqueItems": False}
 # The values of `format` that llguidance has a grammar for.
 FORMATS = frozenset(
     "date date-time duration email hostname ipv4 ipv6 time unknown uri uuid".split()
 )
+MAX_INTEGER = 2**53  # up to here, float64 holds all integers
+MAX_BOUND = 2**63  # bounds are below, because llguidance has integers of 64 bits
+MAX_DIGITS = 15  # digits of other numbers that llguidance reads without rounding
+MIN_EXPONENT = -22  # powers of ten that float64 holds exactly end at 10^22
+# The escapes that strings may contain. Without \u, because "\u0061" would be a second spelling of
+# the name "a".
+ESCAPES = 'bfnrt"\\'
 
 
-def write_schema(schema: Schema | str, options: Any) -> str:
+def write_schema(schema: Schema | str, options: Any, is_strict: bool = True) -> str:
     """Return a schema in JSON with `options` of llguidance, which those of the schema override.
 
     Raises ValueError for what llguidance does not hold exactly, RecursionError for deep nesting.
+    If it is not strict, a key that llguidance does not hold is dropped.
     """
     text = schema if isinstance(schema, str) else json.dumps(schema)
     schema = json.loads(text)
     if not isinstance(schema, dict):
         raise invalid("a JSON schema", f"must be an object, not {show(schema)}")
-    nodes = list(_list_nodes(schema))
-    for node in nodes:
-        _check_numbers(node)
-        _check_num_properties(node)
-        _drop_lookaround(node)
-    if any(map(_combines_numbers, nodes)):
-        _check_bounds(nodes)  # bounds of different nodes can apply to the same number
-    else:
-        for node in nodes:
-            _check_bounds([node])
-    _drop_full_patterns(nodes)
+    for node in _list_nodes(schema):
+        _hold(node, is_strict)
     text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
     if "\\u00" not in text:  # no control character must be written
         options = {"json_allowed_escapes": ESCAPES, **options}
+    # "lenient" makes anyOf of oneOf, and drops keys that are not held in combinations of nodes.
+    options = {"lenient": not is_strict, **options}
     schema["x-guidance"] = {**options, **schema.get("x-guidance", {})}
     return json.dumps(schema)
-
-
-def relax(schema: Schema) -> Schema:
-    """Return a copy of a schema that is not strict, without keys that may be ignored.
-
-    They are `uniqueItems` and an unknown `format`, which JSON Schema calls an annotation.
-    """
-    schema = json.loads(json.dumps(schema))
-    for node in _list_nodes(schema):
-        node.pop("uniqueItems", None)
-        name = node.get("format")
-        if isinstance(name, str) and name not in FORMATS:
-            del node["format"]
-    return schema
 
 
 def _list_nodes(schema: Any) -> Iterator[Schema]:
@@ -97,6 +79,29 @@ def _list_nodes(schema: Any) -> Iterator[Schema]:
                     stack.append(value)
 
 
+def _hold(node: Schema, is_strict: bool) -> None:
+    """Reject or drop what llguidance does not hold of the keys of one node."""
+    node.pop("$schema", None)  # llguidance would look for a dialect that it does not know
+    for key, check in CHECKS.items():
+        try:
+            if key in node:
+                check(node, key)
+        except ValueError:
+            if is_strict:
+                raise
+            message = f"{key} of a JSON schema is ignored, because no grammar holds it"
+            warnings.warn(message, RuntimeWarning, stacklevel=2)  # shown once
+            del node[key]
+            if key == "patternProperties":  # whose names are no additional ones
+                node.pop("additionalProperties", None)
+    for key in ("const", "enum", "multipleOf", *BOUNDS):
+        for number in _list_numbers(node.get(key)):
+            is_integer = node.get("type") in ("integer", ["integer", "null"])
+            if not (_is_exact(number) or (is_integer and _is_exact_bound(key, number))):
+                meaning = f"integers up to 2**53, other numbers of up to {MAX_DIGITS} digits"
+                raise invalid(key, f"must have {meaning}, not {show(number)}")
+
+
 def _list_numbers(value: Any) -> Iterator[float]:
     """Yield the numbers within a value, which are no bools."""
     stack = [value]
@@ -108,15 +113,6 @@ def _list_numbers(value: Any) -> Iterator[float]:
             stack += item.values()
         elif isinstance(item, (int, float)) and not isinstance(item, bool):
             yield item
-
-
-def _check_numbers(node: Schema) -> None:
-    for key in ("const", "enum", *sorted(BOUNDS)):
-        for number in _list_numbers(node.get(key)):
-            is_bound = node.get("type") == "integer" and key in ("minimum", "maximum")
-            if not (_is_exact(number) or (is_bound and _is_exact_bound(key, number))):
-                meaning = f"integers up to 2**53, other numbers of up to {MAX_DIGITS} digits"
-                raise invalid(key, f"must have {meaning}, not {show(number)}")
 
 
 def _is_exact(number: float) -> bool:
@@ -133,130 +129,90 @@ def _is_exact_bound(key: str, number: float) -> bool:
 
     It converts them from float64 to integers of 64 bits, and the largest of these comes out right.
     """
-    is_held = abs(number) < 2**63 and number == float(number)
-    return is_held or (key == "maximum" and number == 2**63 - 1)
+    is_bound = key in ("minimum", "maximum")
+    return is_bound and (number == float(number) or (key == "maximum" and number == 2**63 - 1))
 
 
-def _combines_numbers(node: Schema) -> bool:
-    parts = node.get("allOf")
-    has_parts = (isinstance(parts, list) and len(parts) > 1) or "patternProperties" in node
-    return has_parts or bool(BOUNDS & node.keys() and COMBINATIONS & node.keys())
+# --- What llguidance holds of a key. These functions raise ValueError for the rest.
 
 
-def _check_bounds(nodes: list[Schema]) -> None:
-    """Require what llguidance gets right of the bounds that some nodes may share.
+def _reject(node: Schema, key: str) -> None:
+    if node[key] != NEUTRAL.get(key):
+        raise invalid(key, "is a key that no grammar holds: leave it out")
+    del node[key]
 
-    It takes an exclusive bound that is an integer, such as 0, for an inclusive one if the other
-    bound has the same integer part, such as 0.5.
+
+def _check_format(node: Schema, key: str) -> None:
+    can_be_text = "string" in str(node.get("type", "string"))
+    name = node[key]
+    if can_be_text and isinstance(name, str) and name not in FORMATS:
+        raise invalid(key, f"must be one of {', '.join(sorted(FORMATS))}, not {show(name)}")
+
+
+def _convert_pattern(node: Schema, key: str) -> None:
+    if isinstance(node[key], str):
+        node[key] = convert_pattern(node[key])
+
+
+def _convert_names(node: Schema, key: str) -> None:
+    if isinstance(node[key], dict):
+        with naming(key, ValueError):
+            schemas = {convert_pattern(name): schema for name, schema in node[key].items()}
+        if len(schemas) < len(node[key]):
+            raise invalid(key, "has two patterns for the same names: combine their schemas")
+        node[key] = schemas
+
+
+def _check_bound(node: Schema, key: str) -> None:
+    for number in _list_numbers(node[key]):
+        if not abs(number) < MAX_BOUND:
+            raise invalid(key, f"must be within ±2**63, not {show(number)}")
+
+
+def _check_exclusive_bound(node: Schema, key: str) -> None:
+    """Reject an integer, such as 0, if another bound has the same integer part, such as 0.5.
+
+    llguidance would take it for an inclusive bound.
     """
-    limits: dict[str, list[float]] = {key: [] for key in BOUNDS}
-    for node in nodes:
-        for key in BOUNDS:
-            # Until draft 4, exclusiveMinimum was a bool beside minimum.
-            is_exclusive = node.get(key) is True
-            value = node.get(key.replace("exclusiveM", "m")) if is_exclusive else node.get(key)
-            limits[key] += _list_numbers(value)
-    lows = limits["minimum"] + limits["exclusiveMinimum"]
-    highs = limits["maximum"] + limits["exclusiveMaximum"]
-    for key, sign, others in (("exclusiveMinimum", 1, highs), ("exclusiveMaximum", -1, lows)):
-        integer_parts = {int(other) for other in others if other != int(other)}
-        for bound in limits[key]:
-            if bound in integer_parts and sign * bound >= 0:
-                problem = "and a bound with the same integer part, here or in another part,"
-                raise invalid(key, f"{bound} {problem} are unsupported")
-    # llguidance multiplies them in integers of 32 bits, in units of the smallest decimal place.
-    factors = [Decimal(repr(factor)) for factor in limits["multipleOf"]]
-    if 0 in factors:
-        raise invalid("multipleOf", "must be above 0")
-    unit = Decimal(10) ** min([int(each.as_tuple().exponent) for each in factors], default=0)
-    if math.prod([float(factor / unit) for factor in factors]) >= MAX_MULTIPLE:
-        raise invalid("multipleOf", "must be below 2**32, and so must the product of several")
+    _check_bound(node, key)
+    # Until draft 4, exclusiveMinimum was a bool beside minimum.
+    inclusive = key.replace("exclusiveM", "m")
+    bound = node.get(inclusive) if node[key] is True else node[key]
+    for other in _list_numbers([node.get(other_key) for other_key in BOUNDS]):
+        if int(other) == bound != other:
+            node.setdefault(inclusive, bound)  # remains if this key is dropped
+            raise invalid(key, f"{bound} and a bound with the same integer part are unsupported")
 
 
-def _check_num_properties(node: Schema) -> None:
-    """Reject a minProperties that needs two unlisted names. They could be the same name twice."""
-    minimum = node.get("minProperties")
-    required = node.get("required")
-    most = 1 + len(required) if isinstance(required, list) else 1
-    is_open = "patternProperties" in node or node.get("additionalProperties") is not False
-    if is_open and isinstance(minimum, int) and minimum > most:
-        raise invalid(
-            "minProperties", f"must be at most {most} here, because a name could come twice"
-        )
+def _check_num_properties(node: Schema, key: str) -> None:
+    """Require a number of properties that llguidance can count.
 
-
-def _drop_lookaround(node: Schema) -> None:
-    """Drop alternatives with lookaround, which no grammar can hold. Pydantic's Decimal has one."""
-    parts = node.get("anyOf")
-    if isinstance(parts, list):
-        kept = [part for part in parts if not _has_lookaround(part)]
-        node["anyOf"] = kept or parts
-
-
-def _has_lookaround(part: Any) -> bool:
-    return isinstance(part, dict) and bool(LOOKAROUND.search(str(part.get("pattern"))))
-
-
-def _drop_full_patterns(nodes: list[Schema]) -> None:
-    """Drop each pattern that matches only listed names, and add its schema to theirs.
-
-    After a comma, llguidance would wait for a name that does not exist.
+    Of the names that are listed but not required, it can tell one from none. Of unlisted names, the
+    second one could be the first one again.
     """
-    num_checks = 0
-    for node in nodes:
-        patterns = node.get("patternProperties", {})
-        properties = node.get("properties", {})
-        required = node.get("required", [])
-        is_valid = isinstance(patterns, dict) and isinstance(properties, dict)
-        if not is_valid or not isinstance(required, list):
-            continue
-        names = list(dict.fromkeys([*properties, *map(str, required)]))
-        num_checks += len(patterns) * (1 + len(names))
-        if num_checks > MAX_NAME_CHECKS:
-            break
-        for pattern, schema in list(patterns.items()):
-            # Others match more names than a schema lists, or take long to compile.
-            if not FINITE_PATTERN.fullmatch(pattern):
-                continue
-            matching = _match_names(pattern, names)
-            for name in matching:
-                properties[name] = {"allOf": [properties.get(name, True), schema]}
-            if matching:
-                node["properties"] = properties
-                del patterns[pattern]
+    if not isinstance(node[key], int):
+        return
+    required = node.get("required", [])
+    num_others = node[key] - len(required)
+    is_closed = node.get("additionalProperties") is False and "patternProperties" not in node
+    has_optional = not set(required).issuperset(node.get("properties", {}))
+    if key == "maxProperties":
+        is_held = not has_optional or (is_closed and num_others == 1)
+    else:
+        is_held = num_others <= 0 or (num_others == 1 and (is_closed or not has_optional))
+    if not is_held:
+        raise invalid(key, f"{node[key]} is not held beside these properties: leave it out")
 
 
-def _match_names(pattern: str, names: list[str]) -> list[str]:
-    """Return those of `names` that a pattern matches, or none if it matches other names, too."""
-    zero = {"const": 0}
-    schema = {
-        "type": "object",
-        "patternProperties": {pattern: zero},
-        "additionalProperties": False,
-    }
-    listed = {**schema, "properties": dict.fromkeys(names, zero), "required": names}
-    all_names = json.dumps(dict.fromkeys(names, 0), ensure_ascii=False)
-    if _may_begin(listed, all_names[:-1] + ', "'):
-        return []
-    matching: list[str] = []
-    for name in names:
-        if _may_begin(schema, json.dumps({name: 0}, ensure_ascii=False)):
-            matching.append(name)
-    return matching
-
-
-def _may_begin(schema: Schema, text: str) -> bool:
-    """Match with llguidance. Python's re can take exponential time, and holds the GIL."""
-    from llguidance import LLMatcher
-
-    grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
-    matcher = LLMatcher(_make_byte_tokenizer(), grammar, log_level=0)
-    tokens = list(text.encode())
-    return matcher.try_consume_tokens(tokens) == len(tokens)
-
-
-@cache
-def _make_byte_tokenizer() -> Any:
-    from llguidance import LLTokenizer
-
-    return LLTokenizer("byte")
+CHECKS: dict[str, Callable[[Schema, str], None]] = {
+    **dict.fromkeys(UNHELD, _reject),
+    "minimum": _check_bound,
+    "maximum": _check_bound,
+    "exclusiveMinimum": _check_exclusive_bound,
+    "exclusiveMaximum": _check_exclusive_bound,
+    "format": _check_format,
+    "pattern": _convert_pattern,
+    "patternProperties": _convert_names,
+    "maxProperties": _check_num_properties,
+    "minProperties": _check_num_properties,
+}

@@ -1,0 +1,194 @@
+"""Grammars in EBNF match the texts that their characters say, whatever lexemes they become."""
+
+import itertools
+import random
+
+import pytest
+
+pytest.importorskip("llguidance")
+
+from llguidance import LLMatcher, LLTokenizer
+
+from nanovllm.features.structured_outputs.ebnf import convert_ebnf
+
+TOKENIZER = LLTokenizer("byte")
+ARITHMETIC = r"""
+root ::= (expr "=" ws num)+
+expr ::= term ([-+*/] ws term)*
+term ::= num | "(" ws expr ")" ws
+num ::= [0-9]+ ws
+ws ::= [ \t\n]*
+"""
+JSON = r"""
+root ::= object
+value ::= object | array | string | number | ("true" | "false" | "null") ws
+object ::=
+  "{" ws (
+            string ":" ws value
+    ("," ws string ":" ws value)*
+  )? "}" ws
+array ::= "[" ws ( value ("," ws value)* )? "]" ws
+string ::=
+  "\"" (
+    [^"\\\x7F\x00-\x1F] |
+    "\\" (["\\bfnrt] | "u" [0-9a-fA-F]{4}) # escapes
+  )* "\"" ws
+number ::= ("-"? ([0-9] | [1-9] [0-9]{0,15})) ("." [0-9]+)? ([eE] [-+]? [1-9] [0-9]{0,15})? ws
+ws ::= | " " | "\n" [ \t]{0,20}
+"""
+# Grammars, texts that match, and texts that do not.
+CASES = {
+    'root ::= body "."\nbody ::= [a-z .]*': (["a. b.", "."], ["a. b"]),
+    "root ::= many last\nmany ::= [0-9]+\nlast ::= [0-9]": (["12", "123"], ["1"]),
+    'root ::= key [a-z]+\nkey ::= "a" | "ab"': (["ab", "abc", "ac"], ["a"]),
+    'root ::= .* "</end>"': (["a\n<</end>", "</end></end>"], ["a"]),
+    ARITHMETIC: (["(1 + 23) * 4 =\n 92 ", "1=1 \n\t2=2"], ["(1=1", "1="]),
+    JSON: (['{"a": [1, -2.5e7, {"\\u00e9\\"": true}], "": null}\n '], ["{1: 2}", '{"a": "\x01"}']),
+    r'root ::= "\u0436ab" [\u00e0-\u00ff] "\U0001F600" "\x41\t\"\\"': (['жabé😀A\t"\\'], ["жab"]),
+    r'root ::= [\]\-\[\\a-]+ "[]" [^^]': (["]-[\\a[]b"], ["b[]b", "a[]^"]),
+    r"root ::= [^<&&>] [^!--/] [a~~b] [+--]": (["a0~-", "|.b,"], ["&0~-", "a%~-", "a0~*"]),
+    r'root ::= "é"{2} [é-ï]{1,} "."{0,2} ("a" | "" | )': (["ééé", "ééïï..a"], ["éé", "ééé..."]),
+    'root::=a b|# comment "x"\n\n"c"\r\na ::= "a"  # "y"\nb ::=\n  (\n"b"\n)?': (
+        ["a", "ab", "c"],
+        ["x"],
+    ),
+    'root ::= start Foo foo a-b a_b 1st\nstart ::= "1"\nFoo ::= "2"\nfoo ::= "3"\na-b ::= "4"'
+    '\na_b ::= "5"\n1st ::= "6" root?': (["123456"], ["1234562"]),
+    'root ::= root "a" | ""': (["", "aaa"], ["b"]),
+}
+
+
+def match(grammar, texts):
+    matcher = LLMatcher(TOKENIZER, convert_ebnf(grammar), log_level=0)
+    matcher.compute_bitmask()
+    if matcher.is_error():
+        assert "NoExtension" in matcher.get_error()
+        return [False] * len(texts)
+    results = []
+    for text in texts:
+        matcher.reset()
+        tokens = list(text.encode())
+        is_valid = matcher.try_consume_tokens(tokens) == len(tokens)
+        results.append(is_valid and matcher.is_accepting())
+    return results
+
+
+@pytest.mark.parametrize("recursion", ["", ' | "RR" root "RR"'])
+@pytest.mark.parametrize("grammar", CASES)
+def test_grammars(grammar, recursion):
+    valid, invalid = CASES[grammar]
+    wrapped = f"{grammar}\n".replace("root ::=", f"root ::= inner{recursion}\ninner ::=", 1)
+    for text in (grammar, wrapped):
+        assert match(text, valid + invalid) == [True] * len(valid) + [False] * len(invalid)
+
+
+@pytest.mark.parametrize(
+    "grammar, problem",
+    [
+        ("root ::= (", "line 1: unexpected end"),
+        ('root ::= "a"\n\nb ::= foo', "line 3: rule 'foo' is missing"),
+        ('b ::= "a"', "line 1: rule 'root' is missing"),
+        ('root ::= "a"\nroot ::= "b"', "line 2: rule 'root' comes a second time"),
+        ('root ::= "a"\n"b" ::= "c"', "line 2: unexpected character ':'"),
+        ('root ::= "a" | * "b"', r"line 1: unexpected repeat '\*'"),
+        (r'root ::= "\d"', "line 1: unexpected character '\"'"),
+        ("root ::= [b-a]", "line 1: range b-a is out of order"),
+        (r'root ::= "\ud800"', "line 1: .* is not a character"),
+        ("root ::= <think>", "line 1: unexpected character '<'"),
+        ("root ::= " + "(" * 9999, "maximum recursion depth"),
+        ('root ::= "' + "a" * 100_000 + '"', "must have at most 100000 characters.*: use Lark"),
+    ],
+)
+def test_an_error_names_the_line(grammar, problem):
+    with pytest.raises(ValueError, match=f"EBNF.*{problem}"):
+        convert_ebnf(grammar)
+
+
+class RandomGrammar:
+    """A random grammar, and an independent matcher: which positions can a text of a node end at?"""
+
+    def __init__(self, seed):
+        self.rng = random.Random(seed)
+        self.names = ["root", "x", "y"][: self.rng.randint(1, 3)]
+        self.rules = {name: self.make_node() for name in self.names}
+        if self.rng.random() < 0.5:  # what becomes a lexeme
+            text = ("repeat", self.make_node(2), 0, 9)
+            rest = ("repeat", ("name", "root"), 0, 1)
+            self.rules["root"] = ("sequence", ("literal", '"'), text, ("literal", '"'), rest)
+
+    def make_node(self, depth=0):
+        kinds = ["class", "literal", "name", "repeat", "sequence", "choice"]
+        kind = self.rng.choice(kinds[: 2 if depth > 2 else None])
+        if kind == "class":
+            return kind, self.rng.choice(["a", "b", "ab", "^a", "c", '"', '^"'])
+        if kind == "literal":
+            return kind, "".join(self.rng.choices('abc"', k=self.rng.randint(0, 3)))
+        if kind == "name":
+            return kind, self.rng.choice(self.names)
+        if kind == "repeat":
+            return (
+                kind,
+                self.make_node(depth + 1),
+                *self.rng.choice([(0, 9), (1, 9), (0, 1), (2, 2)]),
+            )
+        return kind, *[self.make_node(depth + 1) for _ in range(self.rng.randint(1, 3))]
+
+    def write(self, node):
+        match node:
+            case "class", text:
+                return f"[{text}]"
+            case "literal", text:
+                return '"' + text.replace('"', '\\"') + '"'
+            case "name", text:
+                return text
+            case "repeat", part, low, high:
+                return f"({self.write(part)}){{{low},{'' if high == 9 else high}}}"
+            case "sequence", *parts:
+                return f"({' '.join(map(self.write, parts))})"
+            case "choice", *parts:
+                return f"({' | '.join(map(self.write, parts))})"
+
+    def find_ends(self, node, text, start):
+        match node:
+            case "class", chars:
+                is_in = text[start : start + 1] in tuple(chars.lstrip("^"))
+                return {start + 1} if start < len(text) and is_in != (chars[0] == "^") else set()
+            case "literal", chars:
+                return {start + len(chars)} if text.startswith(chars, start) else set()
+            case "name", name:
+                return self.ends.setdefault((name, start), set())
+            case "sequence", *parts:
+                ends = {start}
+                for part in parts:
+                    ends = {end for each in ends for end in self.find_ends(part, text, each)}
+                return ends
+            case "choice", *parts:
+                return {end for part in parts for end in self.find_ends(part, text, start)}
+            case "repeat", part, low, high:
+                ends = {start}
+                found = set()
+                for count in range(high + 1):
+                    found |= ends if count >= low else set()
+                    ends = {end for each in ends for end in self.find_ends(part, text, each)}
+                return found
+
+    def matches(self, text):
+        self.ends = {("root", 0): set()}
+        before = None
+        while before != self.ends:  # until no rule matches more
+            before = {key: set(ends) for key, ends in self.ends.items()}
+            for name, start in before:
+                self.ends[name, start] = self.find_ends(self.rules[name], text, start)
+        return len(text) in self.ends["root", 0]
+
+
+@pytest.mark.parametrize("start", range(0, 120, 20))
+def test_random_grammars(start):
+    for seed in range(start, start + 20):
+        random_grammar = RandomGrammar(seed)
+        rules = random_grammar.rules.items()
+        grammar = "\n".join(f"{name} ::= {random_grammar.write(node)}" for name, node in rules)
+        texts = ["".join(chars) for k in range(4) for chars in itertools.product('abc"', repeat=k)]
+        texts += ["".join(random_grammar.rng.choices('abc"', k=6)) for _ in range(30)]
+        expected = [random_grammar.matches(text) for text in texts]
+        assert match(grammar, texts) == expected, (seed, grammar)
