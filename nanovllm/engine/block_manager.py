@@ -10,7 +10,7 @@ chained hash, which covers its own tokens and the hash of the block before it:
 A cached block is a full block that is listed in `hash_to_block_id`, so other sequences can hit it.
 A block that is computed again is an uncached duplicate. That happens if two sequences compute it at
 the same time, or if a hit ends before it: before the last token of a prompt, or earlier because an
-extension needs what the cache does not have, such as a recurrent state.
+feature needs what the cache does not have, such as a recurrent state.
 
 A freed block keeps its content until it is taken for other tokens. `free_block_ids` is the
 eviction order: uncached blocks first, then the least recently used ones. Within a sequence the tail

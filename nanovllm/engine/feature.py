@@ -25,7 +25,7 @@ the next step is planned. A feature that cannot work in this way sets `can_overl
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -36,10 +36,6 @@ from nanovllm.engine.step import Step
 from nanovllm.outputs import FinishReason
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import invalid
-
-if TYPE_CHECKING:
-    from nanovllm.engine.llm_engine import LLMEngine
-    from nanovllm.engine.scheduler import Scheduler
 
 NEEDS_LLM = "no feature of this engine serves it: use nanovllm.LLM, which has all features"
 
@@ -60,10 +56,10 @@ class Feature:
     # features that its model and options need, and all that serve parameters of requests.
     serves: ClassVar[str] = ""
     can_overlap: ClassVar[bool] = True
-    scheduler: "Scheduler"
+    scheduler: Any  # the Scheduler, which imports this module
 
-    def start(self, engine: "LLMEngine") -> bool:
-        """Prepare for an engine without requests. Return whether it needs this feature."""
+    def start(self, engine: Any) -> bool:
+        """Prepare for an LLMEngine without requests. Return whether it needs this feature."""
         # A weak reference avoids a cycle, so an engine is freed with its last reference.
         self.scheduler = weakref.proxy(engine.scheduler)
         self.reset()

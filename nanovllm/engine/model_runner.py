@@ -77,7 +77,7 @@ class ModelRunner:
                 self_test = partial(sample_test_rows, self.sampler, spec.dtype)
                 run = self_test if self.device.type == "cuda" else None
                 worker.kernels.kernelize(self.sampler, self.device, spec.dtype, run)
-            sample = partial(sample_each_kind, self)
+            sample = partial(sample_each_kind, self.sample_and_read, worker)
             self.executor.call(start_worker, worker, sample)
         self.num_lanes = worker.num_lanes
         # The block tables of all lanes, so that a decode need not copy its whole table.
@@ -172,6 +172,9 @@ class ModelRunner:
         tokens = self.sampler(processed, batch)
         self.executor.worker.keep_tokens(tokens)
         return Sampled(step, rows, logits, tokens)
+
+    def sample_and_read(self, logits: Tensor, step: Step) -> tuple[list[list[int]], Logprobs]:
+        return self.read(self.sample(logits, step))
 
     def read(self, sampled: Sampled) -> tuple[list[list[int]], Logprobs]:
         """Wait for the tokens of a step. Return the valid ones, -1 where the logits are NaN.

@@ -26,20 +26,17 @@ step.
 
 from collections import OrderedDict
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from nanovllm.batch import Batch
 from nanovllm.engine.block_manager import Block
 from nanovllm.engine.feature import Description, Feature
+from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
 from nanovllm.outputs import FinishReason
 from nanovllm.worker.state_slots import FIRST_LANE, ZEROS, StateSlots
-
-if TYPE_CHECKING:
-    from nanovllm.engine.llm_engine import LLMEngine
 
 
 @dataclass
@@ -60,7 +57,7 @@ class RecurrentStates(Feature):
 
     serves = "recurrent states"
 
-    def start(self, engine: "LLMEngine") -> bool:
+    def start(self, engine: LLMEngine) -> bool:
         self.state_slots = StateSlots(engine.config, engine.scheduler.max_num_seqs)
         self.snapshot_slots = self.state_slots.snapshots
         return super().start(engine)

@@ -29,21 +29,18 @@ point where a later prompt stopped matching, such as the end of a system prompt.
 
 from collections import OrderedDict
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from nanovllm.batch import Batch
 from nanovllm.engine.block_manager import Block, BlockManager
 from nanovllm.engine.feature import Description, Feature
+from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.step import Step
 from nanovllm.layers.attention import find_first_visible
 from nanovllm.outputs import FinishReason
 from nanovllm.utils.arithmetic import cdiv
-
-if TYPE_CHECKING:
-    from nanovllm.engine.llm_engine import LLMEngine
 
 
 class WindowPool(BlockManager):
@@ -84,7 +81,7 @@ class Windows(Feature):
 
     serves = "sliding windows"
 
-    def start(self, engine: "LLMEngine") -> bool:
+    def start(self, engine: LLMEngine) -> bool:
         worker = engine.executor.worker
         if worker.num_window_blocks == 0:
             return False  # no context is longer than the window, so there is one pool

@@ -22,6 +22,7 @@ from transformers import Gemma3TextConfig, Qwen3_5TextConfig
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm.config import Config
+from nanovllm.engine.scheduler import POLICIES
 from nanovllm.server.bodies import Bodies, until_stop
 from nanovllm.server.engine_thread import EngineThread, Stream
 from nanovllm.server.errors import JsonObject, blaming
@@ -220,6 +221,10 @@ class Playground(EngineThread):
     async def show_page(self, request: Request) -> Response:
         live = Path(__file__).with_name("live.html").read_text("utf-8")
         live = live.replace("ENGINE_DEFAULTS", json.dumps(DEFAULTS))
+        options = [
+            f'<option value="{name}">{each.title}</option>' for name, each in POLICIES.items()
+        ]
+        live = live.replace("POLICY_OPTIONS", "".join(options))
         page = read_template().replace("TIMELINES", "[]") + live
         nonce = secrets.token_urlsafe()
         headers = {name: value.replace("NONCE", nonce) for name, value in HEADERS.items()}

@@ -19,13 +19,13 @@ A new fact is a line in one place. Facts about a step are in `_describe_plan` an
 
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from nanovllm.batch import Batch
 from nanovllm.engine.feature import Feature
+from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
 from nanovllm.layers.penalties import apply_penalties
@@ -33,9 +33,6 @@ from nanovllm.text.vocabulary import Vocabulary
 from nanovllm.trace.step import Facts, TracedStep
 from nanovllm.trace.timeline import Timeline
 from nanovllm.utils.arithmetic import cdiv
-
-if TYPE_CHECKING:
-    from nanovllm.engine.llm_engine import LLMEngine
 
 _NUM_WAITING = 10  # requests of the queue that a step records
 _NUM_FREE = 40  # free blocks that a step records
@@ -65,7 +62,7 @@ class Recorder(Feature):
     def __init__(self, timeline: Timeline) -> None:
         self.timeline = timeline
 
-    def start(self, engine: "LLMEngine") -> bool:
+    def start(self, engine: LLMEngine) -> bool:
         super().start(engine)
         scheduler = engine.scheduler
         settings = {

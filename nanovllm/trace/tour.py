@@ -8,14 +8,17 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from nanovllm.batch import Batch
+from nanovllm.config import Config
 from nanovllm.engine.feature import Feature
+from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.scheduler import POLICIES
 from nanovllm.engine.step import Step
-from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.trace.reader import read
+from nanovllm.trace.recorder import Recorder
 from nanovllm.trace.step import TracedStep
 from nanovllm.trace.text import render
+from nanovllm.trace.timeline import TraceFile
 
 # Four requests of 22, 16, 30 and 9 tokens. B is a prefix of A, and arrives with C and D later.
 PROMPTS = {
@@ -53,25 +56,26 @@ def show_scheduling(model: str) -> list[list[TracedStep]]:
     for name, policy in POLICIES.items():
         with TemporaryDirectory() as directory:
             trace = Path(directory, "trace.json")
-            with LLM(model, trace=trace, policy=name, **OPTIONS) as llm:
+            config = Config.from_options(model, trace=trace, policy=name, **OPTIONS)
+            with LLMEngine(config, [Recorder(TraceFile(trace))]) as engine:
                 if not timelines:
-                    llm.add_feature(StepPrinter())
-                serve(llm)
+                    engine.add_feature(StepPrinter())
+                serve(engine)
             timelines.append(read(trace))
         print(f"\n{policy.title}\n{render(timelines[-1])}")
     return timelines
 
 
-def serve(llm: LLM) -> None:
+def serve(engine: LLMEngine) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUT_TOKENS, ignore_eos=True)
     first, *others = PROMPTS.values()
-    llm.add_request(first, params)
+    engine.add_request(first, params)
     for _ in range(NUM_STEPS_OF_A):
-        llm.step()
+        engine.step()
     for prompt in others:
-        llm.add_request(prompt, params)
-    while not llm.is_finished():
-        llm.step()
+        engine.add_request(prompt, params)
+    while not engine.is_finished():
+        engine.step()
 
 
 class StepPrinter(Feature):

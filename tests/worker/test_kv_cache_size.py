@@ -133,9 +133,9 @@ def test_the_profile_run_is_a_largest_step(make_llm, draft_len, num_logits):
 
 def test_the_profile_run_ends_with_the_costliest_sampling(make_llm):
     llm = make_llm()
-    llm.model_runner.sample = Mock(wraps=llm.model_runner.sample)
-    sample_each_kind(llm.model_runner, torch.zeros(7, VOCAB_SIZE))
-    _, step = llm.model_runner.sample.call_args.args
+    sample = Mock(wraps=llm.model_runner.sample_and_read)
+    sample_each_kind(sample, llm.executor.worker, torch.zeros(7, VOCAB_SIZE))
+    _, step = sample.call_args.args
     assert max(len(seq.token_ids) for seq in step.seqs) == llm.max_model_len
     for seq in step.seqs:
         assert seq.params.penalizes

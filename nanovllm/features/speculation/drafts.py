@@ -15,17 +15,14 @@ and can evict cached blocks. No sequence waits or is preempted for a draft.
 
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
 from nanovllm.engine.feature import Description, Feature
+from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
 from nanovllm.features.speculation.costs import Candidate, StepCosts, measure_costs
 from nanovllm.outputs import FinishReason
 from nanovllm.worker.device import engine_settings
-
-if TYPE_CHECKING:
-    from nanovllm.engine.llm_engine import LLMEngine
 
 LEARNING_RATE = 0.1  # weight of the newest draft token in the acceptance rate
 
@@ -103,7 +100,7 @@ class Drafts(Feature):
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
 
-    def start(self, engine: "LLMEngine") -> bool:
+    def start(self, engine: LLMEngine) -> bool:
         worker = engine.executor.worker
         self.max_draft_len = min(
             engine.config.num_speculative_tokens,

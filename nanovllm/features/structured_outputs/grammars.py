@@ -14,11 +14,12 @@ from contextvars import ContextVar
 from functools import cached_property, lru_cache
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from nanovllm.engine.feature import Feature
+from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.sequence import Sequence
 from nanovllm.features.structured_outputs.grammar_writer import (
     explain,
@@ -28,9 +29,6 @@ from nanovllm.features.structured_outputs.grammar_writer import (
 from nanovllm.features.structured_outputs.masks import GrammarConstraint, apply_grammars
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.vocabulary import Vocabulary
-
-if TYPE_CHECKING:
-    from nanovllm.engine.llm_engine import LLMEngine
 
 CHECK_PROGRAM = str(Path(__file__).with_name("grammar_check.py"))
 CPU_SECONDS = 2  # for the compilation of a grammar
@@ -44,7 +42,7 @@ class StructuredOutputs(Feature):
 
     serves = "structured_outputs"
 
-    def start(self, engine: "LLMEngine") -> bool:
+    def start(self, engine: LLMEngine) -> bool:
         # Not the engine, because it would then refer to itself and outlive its last reference.
         self.tokenizer = engine.tokenizer
         self.vocab_size = engine.vocab_size
