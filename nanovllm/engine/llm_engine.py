@@ -111,7 +111,8 @@ class LLMEngine:
         if not feature.start(self):
             return
         if self.overlaps and not feature.can_overlap:
-            self._complete()
+            with engine_settings(self.device):
+                self._complete()
             self.overlaps = False
             report(f"steps do not overlap, because of {feature.serves}")
         self.features.append(feature)
