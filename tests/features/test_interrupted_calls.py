@@ -14,6 +14,7 @@ from random_calls import check_idle
 from random_engines import find_difference
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.feature import Feature
 from nanovllm.engine.request import Request
 from nanovllm.features.speculation.drafts import Drafts
 
@@ -75,7 +76,6 @@ def finish(llm, requests):
     while not llm.is_finished():
         llm.step()
     check_idle(llm)
-    assert llm.in_flight is None
     return [request.output() for request in requests]
 
 
@@ -173,6 +173,23 @@ def test_an_interrupt_with_a_step_in_flight_changes_no_result(
     overlapping, expected, name, distance
 ):
     interrupt_at_places(overlapping, expected, name, distance)
+
+
+def test_a_feature_is_added_after_an_interrupt(model, expected):
+    """The step in flight cannot be completed, so the engine is reset first."""
+    llm = LLM(model, **OPTIONS)
+    llm.overlaps = True
+    requests = start(llm)
+    for _ in range(3):
+        llm.step()
+    with patch.object(llm.scheduler, "advance", side_effect=KeyboardInterrupt):
+        with suppress(KeyboardInterrupt):
+            llm.step()
+    feature = Feature()
+    feature.can_overlap = False
+    llm.add_feature(feature)
+    assert not llm.overlaps
+    check(finish(llm, requests), expected, step)
 
 
 @pytest.mark.sweep
