@@ -100,6 +100,7 @@ class Run:
             act(self)
             self.reports.append([self.simplify(output) for output in llm.step()])
             check_invariants(llm)
+            assert len(self.reports) < 1000, "a request never ends"
         check_idle(llm)
         self.outputs = [self.simplify(sample.output()) for sample in self.samples]
 
