@@ -76,3 +76,27 @@ def test_prefill_first_splits_a_recomputation_only_if_it_is_first_in_a_step():
             scheduler.block_manager.uncache(block_id)
         scheduler.preempt(seq)
     assert run_steps(scheduler, 2) == [{0: 6}, {1: 6}]
+
+
+def test_a_preempted_sequence_waits_until_its_pending_token_is_known():
+    scheduler = make_scheduler()
+    seq = make_sequence(0, prompt_len=5, max_tokens=4)
+    scheduler.add(seq)
+    step = scheduler.schedule()
+    scheduler.advance(step)
+    scheduler.preempt(seq)
+    assert scheduler.schedule().seqs == []
+    scheduler.postprocess(step, [[7]])
+    assert scheduler.schedule().seqs == [seq]
+    assert seq.token_ids[-1] == 7
+
+
+def test_a_pending_token_that_is_the_last_one_is_not_computed():
+    scheduler = make_scheduler()
+    seq = make_sequence(0, prompt_len=5, max_tokens=1)
+    scheduler.add(seq)
+    step = scheduler.schedule()
+    scheduler.advance(step)
+    assert scheduler.schedule().seqs == []
+    scheduler.postprocess(step, [[7]])
+    assert seq.finish_reason == "length"
