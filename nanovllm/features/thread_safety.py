@@ -45,12 +45,15 @@ class ThreadSafeEngine(LLMEngine):
 
     def __init__(self, config: Config, features: Iterable[Feature] = ()) -> None:
         self._check_process()
-        super().__init__(config, features)
-        ThreadSafeEngine._process = os.getpid()
         self._lock = Lock()
         self._threads_inside: set[int] = set()  # those that hold the lock or wait for it
         self._aborted: deque[list[Request]] = deque()  # to be cancelled at the end of a call
         self._is_under_way = False
+        super().__init__(config, features)
+        ThreadSafeEngine._process = os.getpid()
+
+    def add_feature(self, feature: Feature) -> None:
+        self._take_turn(super().add_feature, feature)
 
     def add_prepared(self, prepared: PreparedPrompt) -> int:
         with self.queued([prepared], self._inbox) as requests:

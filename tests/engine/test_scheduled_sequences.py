@@ -138,3 +138,27 @@ def test_a_block_that_a_pending_token_fills_is_cached_when_the_token_is_known():
         in_flight = overlap_step(scheduler, in_flight)
         assert seq.num_computed_tokens == num_computed
         assert len(scheduler.block_manager.hash_to_block_id) == num_computed // 4
+
+
+def test_a_preempted_sequence_waits_until_its_pending_token_is_known():
+    scheduler = make_scheduler()
+    seq = make_sequence(0, prompt_len=5, max_tokens=4)
+    scheduler.add(seq)
+    step = scheduler.schedule()
+    scheduler.advance(step)
+    scheduler.preempt(seq)
+    assert scheduler.schedule().seqs == []
+    scheduler.postprocess(step, [[7]])
+    assert scheduler.schedule().seqs == [seq]
+    assert seq.token_ids[-1] == 7
+
+
+def test_a_pending_token_that_is_the_last_one_is_not_computed():
+    scheduler = make_scheduler()
+    seq = make_sequence(0, prompt_len=5, max_tokens=1)
+    scheduler.add(seq)
+    step = scheduler.schedule()
+    scheduler.advance(step)
+    assert scheduler.schedule().seqs == []
+    scheduler.postprocess(step, [[7]])
+    assert seq.finish_reason == "length"

@@ -33,6 +33,7 @@ from nanovllm.utils import packing
 from nanovllm.utils.packing import pack, pack_padded, unpack
 from nanovllm.worker.dummy_steps import make_dummy_batch
 from nanovllm.worker.startup import make_step
+from nanovllm.worker.worker import run_step
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -120,6 +121,25 @@ def test_new_fields_arrive_in_a_replayed_graph(make_longer_batch, monkeypatch):
     assert padded[3].tolist() == [0, -1]
 
 
+def test_pending_ids_are_filled_in_on_the_static_buffer(monkeypatch):
+    """From the tokens of the step before the replay, not before the capture."""
+    monkeypatch.setattr(graphs, "capture", capture_nothing)
+
+    class Decoder(nn.Module):
+        def forward(self, batch, kv_caches):
+            return batch.input_ids.clone()
+
+    newest_tokens = torch.zeros(4, dtype=torch.int64)
+    decoder = Decoder()
+    step = partial(run_step, decoder, [], newest_tokens)
+    batch = make_batch([1] * 3, [5] * 3, torch.zeros(3, 1, dtype=torch.int32))
+    replayed = CudaGraphs(step, decoder, [4], batch, torch.device("cpu"))
+    for tokens in ([7, 8, 9], [4, 5, 6]):
+        newest_tokens[:3] = torch.tensor(tokens)
+        ids = torch.tensor([-3, 2, -1], dtype=torch.int32)
+        assert replayed.run(replace(batch, input_ids=ids)).tolist() == [tokens[2], 2, tokens[0]]
+
+
 def test_a_step_with_hooks_is_not_a_replay(monkeypatch):
     """A replay would not call them."""
 
@@ -180,11 +200,12 @@ def make_replaying(make_llm, monkeypatch):
     return make
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma3-untied"])
-def test_engine_with_graphs_matches_transformers(tmp_path, make_replaying, name):
+@pytest.mark.parametrize("name, overlaps", [("qwen3", False), ("gemma3-untied", True)])
+def test_engine_with_graphs_matches_transformers(tmp_path, make_replaying, name, overlaps):
     """Of batches that grow and shrink, with padding rows, chunks of one token and windows of 2."""
     oracle = make_family(tmp_path, name)
     llm, steps = make_replaying(tmp_path, max_num_seqs=5, max_num_batched_tokens=5)
+    llm.overlaps = overlaps
     lengths = [14, 1, 2, 3, 6]  # of the prompts
     prompts = [random_prompt(i, length) for i, length in enumerate(lengths)]
     numbers = [8, 5, 7, 5, 4]
