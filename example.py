@@ -50,7 +50,7 @@ def main() -> None:
         params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens)
         with LLM(args.model, quantization=args.quantization) as llm:
             converse(llm, params)
-        save_page(tour.show_scheduling(LLM, DEMO_MODEL), "timeline.html")
+        save_page(tour.show_scheduling(DEMO_MODEL), "timeline.html")
         print("\n--- All steps of all policies: open timeline.html in a browser")
     except (OSError, ValueError) as error:
         parser.error(str(error))

@@ -15,7 +15,7 @@ Three sequences that compute 3, 1 and 2 tokens look like this (block size 4):
     logits_indices |        2    3       5
     read_slots     |    2     |  3 |   4   |
     write_slots    |    2     |  3 |   4   |
-    prefills       | 0, 2
+    long_queries   | 0, 2
 
 `slot_mapping` has the slot of each token's K/V: block id * block size + offset. A slot of -1 means
 that K/V are not stored. `context_lens` counts the tokens that the last query token attends to,
@@ -24,9 +24,12 @@ are not read. `logits_indices` selects the tokens whose logits are wanted. Layer
 state read that of a sequence from state slot `read_slots` and write it to state slot `write_slots`.
 State slot 0 is for padding (worker/state_slots.py). Layers with a window have `window_slots` and
 `window_tables` in place of `slot_mapping` and `block_tables` if there is a second pool of blocks
-(features/windows.py). Otherwise both are empty. `prefills` are the sequences with more than one
+(features/windows.py). Otherwise both are empty. `long_queries` are the sequences with more than one
 query token, because kernels compute the others differently. All arrays of a Batch are int32, so
 that it can be sent as one concatenated tensor.
+
+A negative id in `input_ids` is a pending token: ~id is its row in the step before, whose tokens the
+host has not read yet (engine/sequence.py). The worker fills it in on the device.
 
 utils/packing.py iterates over the fields to send a batch to other ranks and to copy it into CUDA
 graphs. A new field therefore needs one line below, one in make_batch and one in ModelRunner. (A
@@ -61,7 +64,7 @@ class Batch(Generic[Array]):
     write_slots: Annotated[Array, "num_seqs"]
     window_slots: Annotated[Array, "num_window_tokens", {"padding": -1}]
     window_tables: Annotated[Array, "num_seqs, max_window_blocks"]
-    prefills: Annotated[Array, "num_prefills"]
+    long_queries: Annotated[Array, "num_long_queries"]
     max_seqlen_q: int  # 1 if every sequence has one query token
     max_seqlen_k: int
 
@@ -109,7 +112,7 @@ def make_batch(
         write_slots=torch.zeros_like(lens),
         window_slots=tokens[:0],
         window_tables=block_tables[:, :0],
-        prefills=(lens > 1).nonzero().flatten().int(),
+        long_queries=(lens > 1).nonzero().flatten().int(),
         max_seqlen_q=max(query_lens),
         max_seqlen_k=max(context_lens),
     )

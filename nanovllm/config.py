@@ -16,6 +16,7 @@ from nanovllm.utils.checks import (
     check_choice,
     check_fraction,
     check_int,
+    check_str,
     check_type,
     checked,
 )
@@ -61,8 +62,8 @@ class Config(Checked):
         enable_prefix_caching: Reuse full blocks of identical prefixes.
         enable_chunked_prefill: True: decodes and chunks of prompts share a step. False: prefill
             first, where a step has whole prompts or decodes, as in the vLLM V0 engine.
-        policy: The scheduling policy, a name in POLICIES of engine/scheduler.py. "auto": the one
-            that enable_chunked_prefill selects.
+        policy: "mixed", "prefill_first", or another name in POLICIES of engine/scheduler.py.
+            "auto": the one that enable_chunked_prefill selects.
         enforce_eager: Disable CUDA graphs.
         enable_kernels: False: run only the plain torch code of layers/ and models/, for reading and
             debugging. Attention is then "torch".
@@ -94,7 +95,7 @@ class Config(Checked):
     kvcache_memory_bytes: int | None = checked(None, check_int, 1, 2**48)
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
-    policy: Literal["auto", "mixed", "prefill_first"] = "auto"
+    policy: str = checked("auto", check_str)
     enforce_eager: bool = False
     enable_kernels: bool = True
     attention_backend: str = checked("auto", check_choice, ("auto", *BACKENDS))
@@ -118,6 +119,12 @@ class Config(Checked):
             raise ValueError(
                 f"policy={self.policy!r} needs enable_chunked_prefill=True: leave out one of them"
             )
+
+    @property
+    def needs(self) -> list[str]:
+        """The options that are set and need a feature of the engine."""
+        names = ("num_speculative_tokens", "trace")
+        return [name for name in names if getattr(self, name)]
 
     @property
     def policy_name(self) -> str:

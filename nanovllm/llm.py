@@ -7,32 +7,26 @@ from typing import Any
 from tqdm import tqdm
 
 from nanovllm.config import Config, takes
-from nanovllm.engine.extension import Extension
-from nanovllm.engine.input_processor import ChooseFactory, PreparedPrompt, Prompt
-from nanovllm.engine.model_runner import LogitsProcessor
+from nanovllm.engine.feature import Feature
+from nanovllm.engine.input_processor import PreparedPrompt, Prompt
 from nanovllm.engine.request import Inbox, Request
 from nanovllm.features.beam_search import BeamSearch, make_outputs, search_together
 from nanovllm.features.prompt_logprobs import PromptScores
 from nanovllm.features.recurrent_states import RecurrentStates
-from nanovllm.features.speculation.drafts import make_drafts
-from nanovllm.features.structured_outputs.grammars import GrammarCompiler
-from nanovllm.features.structured_outputs.masks import apply_grammars
+from nanovllm.features.speculation.drafts import Drafts
+from nanovllm.features.structured_outputs.grammars import StructuredOutputs
 from nanovllm.features.thread_safety import ThreadSafeEngine
 from nanovllm.features.windows import Windows
-from nanovllm.models.spec import ModelSpec
-from nanovllm.outputs import RequestOutput, Stats
+from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.chat_template import ChatTemplate, Message, Tool
 from nanovllm.text.vocabulary import Vocabulary
-from nanovllm.trace.recorder import Recorder
-from nanovllm.trace.timeline import Timeline, TraceFile
 from nanovllm.utils.checks import (
     check_bool,
     check_int,
     check_number,
     check_type,
 )
-from nanovllm.worker.state_slots import StateSlots
 
 Prompts = Prompt | Sequence[Prompt]
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -64,69 +58,29 @@ class LLM(ThreadSafeEngine):
     @takes(Config)
     def __init__(self, *args: Any, **options: Any) -> None:
         config = Config.from_options(*args, **options)
-        self.timeline = self.make_timeline(config)
+        # Drafts change what a step computes, so states and windows come after them.
+        features: list[Feature] = [
+            PromptScores(),
+            StructuredOutputs(),
+            Drafts(),
+            RecurrentStates(),
+            Windows(),
+        ]
+        if config.trace is not None:
+            from nanovllm.trace.recorder import Recorder
+            from nanovllm.trace.timeline import TraceFile
+
+            features.append(Recorder(TraceFile(config.trace)))
         try:
-            super().__init__(config)
-            self.vocabulary = Vocabulary(self.tokenizer)
-            self.chat_template = ChatTemplate(self.tokenizer)
-            if self.timeline is not None:
-                settings = self.recorder.describe_engine()
-                self.timeline.begin(settings, self.vocabulary, self._warnings.append)
+            super().__init__(config, features)
         except BaseException:
             if "executor" in vars(self):
                 self.executor.stop("the engine did not start")
-            self._close_timeline()
+            for feature in features:
+                feature.exit()
             raise
-
-    def check_features(self, spec: ModelSpec) -> None:
-        """LLM has all features."""
-
-    def make_extensions(self, spec: ModelSpec) -> list[Extension]:
-        config = self.config
-        runner = self.model_runner
-        extensions: list[Extension] = [PromptScores()]
-        self.windows: Windows | None = None
-        if runner.window_tables is not None:
-            self.windows = Windows(runner.executor.worker, runner.window_tables)
-        if config.num_speculative_tokens:
-            extensions.append(make_drafts(config, runner, self.max_model_len))
-        if spec.has_states:
-            extensions.append(RecurrentStates(StateSlots(config, runner.num_lanes)))
-        if self.windows is not None:
-            extensions.append(self.windows)
-        if self.timeline is not None:
-            self.recorder = Recorder(self.timeline)
-            extensions.append(self.recorder)
-        return extensions
-
-    @property
-    def stats(self) -> Stats:
-        stats = super().stats
-        if self.windows is not None:
-            pool = self.windows.pool
-            stats["num_window_blocks"] = pool.num_blocks
-            stats["num_free_window_blocks"] = len(pool.free_block_ids)
-        return stats
-
-    def make_processors(self) -> list[LogitsProcessor]:
-        processors = [apply_grammars, *super().make_processors()]
-        return processors if self.timeline is None else [self.recorder.watch(processors)]
-
-    def make_factory_chooser(self) -> ChooseFactory:
-        self.grammar_compiler = GrammarCompiler(self.tokenizer, self.vocab_size, self.eos_token_ids)
-        return self.grammar_compiler.choose_factory
-
-    def make_timeline(self, config: Config) -> Timeline | None:
-        return None if config.trace is None else TraceFile(config.trace)
-
-    def exit(self) -> None:
-        """Release memory, stop the other ranks and close the trace. A second call has no effect."""
-        super().exit()
-        self._close_timeline()
-
-    def _close_timeline(self) -> None:
-        if self.timeline is not None:
-            self.timeline.close()
+        self.vocabulary = Vocabulary(self.tokenizer)
+        self.chat_template = ChatTemplate(self.tokenizer)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The parameters of requests that come without any: those of generation_config.json."""

@@ -34,14 +34,16 @@ from nanovllm.backends import BACKENDS
 from nanovllm.batch import Batch, SamplingBatch
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.extension import Extension
+from nanovllm.engine.feature import Feature
+from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step import Step
 from nanovllm.features.windows import Windows
 from nanovllm.layers import sampler
 from nanovllm.layers.attention import AttentionShape
 from nanovllm.utils.arithmetic import cdiv
 
-Feature = TypeVar("Feature", bound=Extension)
+Kind = TypeVar("Kind", bound=Feature)
 VOCAB_SIZE = 97
 DEFAULTS = Config.__init__.__kwdefaults__
 
@@ -249,10 +251,39 @@ def make_batch(query_lens, context_lens, block_tables, device="cpu") -> Batch:
     return replace(batch, positions=zeros, slot_mapping=zeros)
 
 
-def find_extension(llm: LLM, kind: type[Feature]) -> Feature:
-    """The optional feature of an engine's scheduler that is of this class."""
-    (found,) = [each for each in llm.scheduler.extensions.features if isinstance(each, kind)]
-    return found
+def find_feature(llm: LLM, kind: type[Kind]) -> Kind | None:
+    """Return the feature of an engine that is of this class, or None if it uses none."""
+    return next((each for each in llm.features if isinstance(each, kind)), None)
+
+
+def attach(scheduler: Scheduler, *features: Feature) -> None:
+    """Let features act on a scheduler without an engine."""
+    scheduler.features = list(features)
+    for feature in features:
+        feature.scheduler = scheduler
+        feature.reset()
+
+
+def disturb_logits(llm: LLM, is_bad: Callable[[Sequence], bool]) -> None:
+    """Let the logits of some sequences be NaN."""
+    sample = llm.model_runner.sample
+
+    def sample_disturbed(logits, step):
+        rows, _ = step.list_rows()
+        bad = [index for index, seq in enumerate(rows) if is_bad(seq)]
+        logits = logits.clone()
+        logits[bad] = torch.nan
+        return sample(logits, step)
+
+    llm.model_runner.sample = sample_disturbed
+
+
+def finish_step(scheduler: Scheduler, step: Step, sampled: list[list[int]]) -> None:
+    """Record the sampled tokens of a step, as an engine without overlap does."""
+    for feature in reversed(scheduler.features):
+        sampled = feature.sampled(step, sampled)
+    scheduler.advance(step)
+    scheduler.postprocess(step, sampled)
 
 
 def check_invariants(llm: LLM) -> None:
@@ -262,16 +293,17 @@ def check_invariants(llm: LLM) -> None:
     held = [block_id for seq in scheduler.running for block_id in seq.block_table]
     assert sorted([*set(held), *manager.free_block_ids]) == list(range(manager.num_blocks))
     check_blocks(manager, held)
-    if llm.windows is not None:
-        check_windows(llm.windows)
+    windows = find_feature(llm, Windows)
+    if windows is not None:
+        check_windows(windows)
     for seq in scheduler.running:
         assert seq.num_computed_tokens < len(seq.token_ids) <= llm.max_model_len
         assert len(seq.block_table) * manager.block_size >= seq.num_computed_tokens
     assert len(scheduler.running) <= llm.config.max_num_seqs
     lanes = [seq.lane for seq in scheduler.running]
-    assert sorted(lanes + scheduler.free_lanes) == list(range(llm.model_runner.num_lanes))
-    ids = [seq.seq_id for seq in [*scheduler.running, *scheduler.waiting]]
-    assert ids == list(llm.requests)  # threads can queue ids in another order
+    assert sorted(lanes + scheduler.free_lanes) == list(range(scheduler.max_num_seqs))
+    # Threads can queue ids in another order.
+    assert [*scheduler.running, *scheduler.waiting] == llm._list_requests()
 
 
 def check_windows(windows: Windows) -> None:

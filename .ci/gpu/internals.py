@@ -36,6 +36,7 @@ from nanovllm.models.architectures import read_spec as read_spec
 from nanovllm.worker import executor
 from nanovllm.worker.dummy_steps import make_dummy_batch
 from nanovllm.worker.process_groups import Place
+from nanovllm.worker.startup import make_step
 
 
 @dataclass(frozen=True)
@@ -128,10 +129,11 @@ def remove_the_gpu_work(llm: LLM, max_num_seqs: int, sampled: torch.Tensor) -> N
 
     with patch.object(graphs, "capture", capture):
         worker.graphs = graphs.CudaGraphs(
+            make_step(worker),
             model,
-            worker.kv_caches,
             graphs.list_batch_sizes(max_num_seqs),
             make_dummy_batch(worker, [1]),
+            worker.device,
         )
     llm.model_runner.sampler = lambda logits, batch: sampled[: len(logits)]
     # Into pinned memory, and to the device.

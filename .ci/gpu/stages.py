@@ -113,9 +113,10 @@ STAGES = [
             test("graphs", "cuda_graphs"),
             test(
                 "layers",
-                "layers fused_layers triton_attention triton_gated_delta triton_quantized",
+                "layers fused_layers triton_attention triton_gated_delta",
                 "-k 'not cpp and not one_call and not other_requests'",  # these are for CPUs
             ),
+            test("quantized", "triton_quantized"),
             test("sampler", "sampler_kernels kernelize flash_attn", "-k 'not cpp'"),
             test("self-tests", "layer_check"),
         ],

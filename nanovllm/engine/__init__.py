@@ -1,13 +1,15 @@
 """Decides: the core of the engine. After `LLMEngine.step`, read it in this order.
 
 sequence.py         the scheduling state of one sequence
+step.py             what a step does with each sequence
+feature.py          the points of a step at which optional features act
 scheduler.py        two queues, two policies, preemption
 block_manager.py    block tables, the prefix cache, eviction
-extension.py        the points of a step at which optional features act
-model_runner.py     sequences to a batch, logits to tokens
-llm_engine.py       one step: schedule, forward, sample, postprocess, commit
+model_runner.py     a step to a batch, logits to tokens
+llm_engine.py       one step: schedule, forward, sample, read, record, commit
 input_processor.py  prompts to requests
 request.py          a sequence with text, as its caller sees it
+warm_up.py          sampling before the first request
 
 The core imports nothing of features/. Only input_processor.py, request.py and llm_engine.py use
 text, and only model_runner.py computes with tensors.

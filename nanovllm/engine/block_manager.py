@@ -10,7 +10,7 @@ chained hash, which covers its own tokens and the hash of the block before it:
 A cached block is a full block that is listed in `hash_to_block_id`, so other sequences can hit it.
 A block that is computed again is an uncached duplicate. That happens if two sequences compute it at
 the same time, or if a hit ends before it: before the last token of a prompt, or earlier because an
-extension needs what the cache does not have, such as a recurrent state.
+feature needs what the cache does not have, such as a recurrent state.
 
 A freed block keeps its content until it is taken for other tokens. `free_block_ids` is the
 eviction order: uncached blocks first, then the least recently used ones. Within a sequence the tail
@@ -23,6 +23,7 @@ import secrets
 from array import array
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import xxhash
 
@@ -42,6 +43,14 @@ class Block:
     @property
     def is_cached(self) -> bool:
         return self.hash != -1
+
+
+class SearchMemo(NamedTuple):
+    """A sequence that did not fit, and what was found for it. It saves searching in every step."""
+
+    seq: Sequence
+    num_needed_blocks: int  # free blocks that would have been enough
+    prefix: list[Block]  # the longest chain of cached blocks
 
 
 class BlockManager:
@@ -67,6 +76,7 @@ class BlockManager:
         self.free_block_ids = OrderedDict[int, None].fromkeys(range(self.num_blocks))
         self.hash_to_block_id: dict[int, int] = {}
         self.num_reusable = 0  # free blocks that are cached
+        self.blocked: SearchMemo | None = None  # of the newest failed allocation
 
     @classmethod
     def compute_hash(cls, token_ids: list[int], prefix: int = -1) -> int:
@@ -127,10 +137,39 @@ class BlockManager:
         """
         if self.count_needed_blocks(seq, prefix) > len(self.free_block_ids):
             return False
+        self.blocked = None
         for block in prefix:  # before new blocks are taken, which could evict one of these
             self.share(block)
         seq.block_table = [block.block_id for block in prefix]
         return self.grow(seq)  # there are enough free blocks
+
+    def remember_failure(self, seq: Sequence, prefix: list[Block]) -> None:
+        """Remember that `allocate` failed, for `is_still_blocked`."""
+        num_needed = self.count_needed_blocks(seq, prefix)
+        # A feature may have shortened `prefix`.
+        self.blocked = SearchMemo(seq, num_needed, self.find_prefix(seq))
+
+    def is_still_blocked(self, seq: Sequence) -> bool:
+        """Return whether `allocate` failed for `seq` and would fail again, without a new search.
+
+        Searching a long prompt in every step would take longer than the rest of scheduling. A
+        sequence fits later if enough blocks are free, or if running sequences have cached blocks of
+        its prefix. Blocks that were evicted, the tail first, do not change what it needs.
+        """
+        blocked = self.blocked
+        if blocked is None or blocked.seq is not seq:
+            return False
+        if len(self.free_block_ids) >= blocked.num_needed_blocks:
+            return False
+        prefix = blocked.prefix
+        if self.find_next_block(seq, len(prefix)) is not None:
+            return False
+        while prefix:
+            last = self.find_next_block(seq, len(prefix) - 1)
+            if last is not None:
+                return last is prefix[-1]
+            prefix.pop()
+        return True
 
     def grow(self, seq: Sequence) -> bool:
         """Extend the block table to all tokens. Return False, and change nothing, if it cannot."""
@@ -158,8 +197,8 @@ class BlockManager:
         """Cache the blocks of `seq` that its tokens from position `start` to `end` make full.
 
         The scheduler calls this before the K/V are written. That is safe because every layer writes
-        K/V before it attends, so another sequence of the same step may already share the blocks.
-        Drafts call it again for accepted tokens.
+        K/V before it attends, so another sequence of the same step may already share the blocks. It
+        is called again for tokens that are known later.
         """
         for index in range(start // self.block_size, end // self.block_size):
             self.cache_block(seq, index, seq.block_table[index])

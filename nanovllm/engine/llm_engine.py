@@ -1,62 +1,64 @@
 """The engine: requests in, one step at a time, outputs back.
 
-    add_request -> Scheduler.schedule -> ModelRunner.forward, sample -> Scheduler.postprocess
-                -> commit -> outputs
+    add_request -> Scheduler.schedule -> ModelRunner.forward, sample -> Scheduler.advance
+                -> ModelRunner.read -> Scheduler.postprocess -> commit -> outputs
 
     while not engine.is_finished():
         outputs = engine.step()
 
 It serves one thread, and an exception from a step leaves it unusable. The subclass in
 features/thread_safety.py adds a lock and the recovery of interrupted calls.
+
+On a GPU, steps overlap. The host launches the forward pass of a step before it has read the tokens
+of the step before, whose place pending tokens take (sequence.py). Only the forward pass has to
+start so early. Sampling needs masks and penalties, which depend on these tokens, and can wait until
+they are read, because the device is busy with the forward pass:
+
+    host     | plan 2, launch 2 | read 1, record 1 | sample 2 | plan 3, launch 3 | read 2, ...
+    device     ... forward 1, sample 1 | forward 2 ..................... | sample 2 | forward 3 ...
 """
 
 import operator
 import warnings
-from collections import defaultdict
-from typing import TypeVar
+from collections import deque
+from collections.abc import Iterable
+from typing import TypeVar, cast
 
 import torch
 
 from nanovllm.checkpoints.checkpoint import Checkpoint
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.extension import Extension
-from nanovllm.engine.input_processor import (
-    NEEDS_LLM,
-    ChooseFactory,
-    InputProcessor,
-    PreparedPrompt,
-    Prompt,
-    choose_plain_factory,
-)
-from nanovllm.engine.model_runner import LogitsProcessor, ModelRunner
+from nanovllm.engine.feature import Feature, choose_features
+from nanovllm.engine.input_processor import InputProcessor, PreparedPrompt, Prompt
+from nanovllm.engine.model_runner import ModelRunner, Sampled
 from nanovllm.engine.request import Inbox, Request
-from nanovllm.engine.scheduler import POLICIES
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.scheduler import choose_policy
+from nanovllm.engine.step import Step
 from nanovllm.models.architectures import read_spec
-from nanovllm.models.spec import ModelSpec
 from nanovllm.outputs import Logprobs, RequestOutput, Stats
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.checks import invalid, naming
+from nanovllm.text.prompt_encoder import PromptEncoder
+from nanovllm.utils.checks import naming
+from nanovllm.utils.terminal import report
 from nanovllm.worker.device import engine_settings
 
 Engine = TypeVar("Engine", bound="LLMEngine")
 
 
 class LLMEngine:
-    """Serves one model.
-
-    LLM, a subclass, adds optional features: drafts, traces, recurrent states, sliding windows,
-    structured outputs, and log probabilities of prompts. LLMEngine alone rejects what needs them.
+    """Serves one model, with the features that it is given. LLM, a subclass, has all of them.
 
     Raises ValueError for an option that this machine cannot provide (device, attention_backend,
     max_model_len, size of the KV cache).
+    Raises ValueError for an option or a model that needs another feature.
     Raises ValueError for a missing, damaged or unsupported checkpoint.
     Raises RuntimeError if another rank does not start.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, features: Iterable[Feature] = ()) -> None:
         self.config = config
+        policy = choose_policy(config)
         checkpoint = Checkpoint.open(config)
         spec = read_spec(
             checkpoint.hf_config,
@@ -65,7 +67,7 @@ class LLMEngine:
             quantization=config.quantization,
             max_model_len=config.max_model_len,
         )
-        self.check_features(spec)
+        chosen = choose_features(features, config.needs + spec.needs)
         self.tokenizer = checkpoint.tokenizer
         # Ids above the vocabulary cannot be sampled.
         self.eos_token_ids = frozenset(i for i in checkpoint.eos_token_ids if i < spec.vocab_size)
@@ -75,52 +77,45 @@ class LLMEngine:
         worker = self.executor.worker
         self.vocab_size = spec.vocab_size
         self.max_model_len = worker.max_model_len
-        blocks = BlockManager(worker.num_blocks, worker.block_size, config.enable_prefix_caching)
-        policy = POLICIES[config.policy_name]
         self.scheduler = policy(
-            blocks,
-            self.model_runner.num_lanes,
+            BlockManager(worker.num_blocks, worker.block_size, config.enable_prefix_caching),
+            worker.num_lanes,
             worker.max_num_batched_tokens,
-            self.make_extensions(spec),
         )
-        self.model_runner.extensions = self.scheduler.extensions
-        self.model_runner.processors = self.make_processors()
+        max_step_len = None if policy.splits_prompts else worker.max_num_batched_tokens
+        self.features: list[Feature] = []
+        self.model_runner.features = self.features
+        self.scheduler.features = self.features
         self.input_processor = InputProcessor(
-            config,
-            tokenizer=self.tokenizer,
-            default_params=checkpoint.default_params,
-            vocab_size=self.vocab_size,
-            max_model_len=self.max_model_len,
-            max_prompt_len=None if policy.splits_prompts else worker.max_num_batched_tokens,
-            choose_factory=self.make_factory_chooser(),
+            self.tokenizer,
+            PromptEncoder(self.tokenizer, spec.vocab_size, self.max_model_len, max_step_len),
+            checkpoint.default_params,
+            config.seed,
+            self.features,
         )
-        self.requests: dict[int, Request] = {}  # unfinished samples by seq_id, oldest first
-        # The same by the seq_id of the first sample.
-        self.samples_by_request = defaultdict[int, dict[Request, None]](dict)
+        # Unfinished samples by request id, oldest first. The id of the first sample is that of the
+        # request, and has all of them. The id of a later one has this sample only.
+        self.requests: dict[int, dict[Request, None]] = {}
         self._inbox: Inbox = {}  # of the callers of add_request
+        self.warnings = deque[str]()  # to be issued after the step
+        self.in_flight: Sampled | None = None  # what the newest step has sampled, not read yet
+        # Whether a step is launched before the tokens of the step before are read.
+        self.overlaps = self.device.type == "cuda"
+        for feature in chosen:
+            self.add_feature(feature)
+        if self.overlaps:
+            report("steps overlap: each one is launched before the tokens of the last one are read")
 
-    def check_features(self, spec: ModelSpec) -> None:
-        """Raise ValueError for a model or an option that needs a feature of LLM."""
-        if self.config.num_speculative_tokens:
-            raise invalid("num_speculative_tokens", NEEDS_LLM)
-        if self.config.trace is not None:
-            raise invalid("trace", NEEDS_LLM)
-        if spec.has_states:
-            raise invalid("a model with recurrent states", NEEDS_LLM)
-        if spec.window is not None:
-            raise invalid("a model with sliding windows", NEEDS_LLM)
-
-    def make_extensions(self, spec: ModelSpec) -> list[Extension]:
-        """Make the optional features. LLM overrides this."""
-        return []
-
-    def make_processors(self) -> list[LogitsProcessor]:
-        """Return what changes the logits before a token is sampled, in order."""
-        return self.model_runner.processors
-
-    def make_factory_chooser(self) -> ChooseFactory:
-        """Return the function that chooses the class of a request. LLM overrides this."""
-        return choose_plain_factory
+    def add_feature(self, feature: Feature) -> None:
+        """Add a feature between two steps. It comes after the others."""
+        if not feature.start(self):
+            return
+        if self.overlaps and not feature.can_overlap:
+            with engine_settings(self.device):
+                self._complete()
+            self.overlaps = False
+            report(f"steps do not overlap, because of {feature.serves}")
+        self.features.append(feature)
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
         """Queue a prompt and return its request id. The ids of n samples are consecutive.
@@ -141,8 +136,8 @@ class LLMEngine:
         self.executor.raise_if_stopped()
         for request in requests:
             self.scheduler.add(request)
-            self.requests[request.seq_id] = request
-            self.samples_by_request[request.first_seq_id][request] = None
+            for request_id in request.ids:
+                self.requests.setdefault(request_id, {})[request] = None
 
     def step(self, inbox: Inbox | None = None) -> list[RequestOutput]:
         """Run one step. Return the requests that gained tokens or finished since the last call.
@@ -152,29 +147,50 @@ class LLMEngine:
         """
         self.executor.raise_if_stopped()
         with engine_settings(self.device):
-            seqs = self.scheduler.schedule()
-            if seqs:
-                logits = self.model_runner.forward(seqs)
-                sampled, logprobs = self.model_runner.sample(logits, seqs)
-                self.scheduler.postprocess(seqs, sampled)
-                self._commit(seqs, logprobs)
+            step = self.scheduler.schedule()
+            if step.seqs:
+                logits = self.model_runner.forward(step)
+            self._complete()  # the step before, while the device computes this one
+            if step.seqs:
+                self.in_flight = self.model_runner.sample(logits, step)
+                if self.overlaps:
+                    self.scheduler.advance(step)
+                else:
+                    self._complete()
+        self._issue_warnings()
         return self._report(self._inbox if inbox is None else inbox)
 
-    def _commit(self, seqs: list[Sequence], logprobs: Logprobs) -> None:
+    def _complete(self) -> None:
+        """Read the tokens of the step in flight, if there is one, and record them."""
+        if self.in_flight is None:
+            return
+        step = self.in_flight.step
+        sampled, logprobs = self.model_runner.read(self.in_flight)
+        self.in_flight = None
+        if not self.overlaps:
+            self.scheduler.advance(step)
+        self.scheduler.postprocess(step, sampled)
+        self._commit(step, logprobs)
+
+    def _commit(self, step: Step, logprobs: Logprobs) -> None:
         """Commit new tokens and finish reasons. They survive an interrupt from here on."""
-        for index, seq in enumerate(seqs):
-            if seq.num_logits == 0:
-                continue  # no token was sampled
-            request = self.requests[seq.seq_id]
+        for index, (seq, _, num_logits) in enumerate(step):
+            request = cast(Request, seq)
+            # No token was sampled, or the request was aborted while the step was in flight.
+            if num_logits == 0 or request.has_ended:
+                continue
             request.commit(logprobs[index] if logprobs is not None else None)
             if request.finish_reason is not None:
                 self._remove(request)
                 if request.finish_reason == "error":
                     reason = request.explain_error()
-                    self._warn(f"request {request.seq_id} ends with an error: {reason}")
+                    message = f"request {request.seq_id} ends with an error: {reason}"
+                    self.warnings.append(message)
 
-    def _warn(self, message: str) -> None:
-        warnings.warn(message, RuntimeWarning, stacklevel=4)  # the caller of step
+    def _issue_warnings(self) -> None:
+        # Before the outputs are reported, which would be lost if a warning is an error (-W error).
+        while self.warnings:
+            warnings.warn(self.warnings.popleft(), RuntimeWarning, stacklevel=3)
 
     def _report(self, inbox: Inbox) -> list[RequestOutput]:
         """Return the requests with progress that was not reported yet."""
@@ -187,35 +203,28 @@ class LLMEngine:
         self._cancel(self._find_samples(request_id))
 
     def _find_samples(self, request_id: int) -> list[Request]:
-        """Return the unfinished samples of a request, or one sample by the id of a later one."""
+        """Return the unfinished samples with an id."""
         if isinstance(request_id, bool):
             raise TypeError(f"request_id must be an int, not {request_id}")
         with naming("request_id", TypeError, kind=TypeError):
             request_id = operator.index(request_id)
-        samples = self.samples_by_request.get(request_id)  # [] would add an empty entry
-        if samples is not None:
-            return list(samples)
-        request = self.requests.get(request_id)
-        return [] if request is None else [request]
+        return list(self.requests.get(request_id, ()))
 
     def _cancel(self, requests: list[Request]) -> None:
         """Cancel the unfinished ones among `requests`."""
         for request in requests:
-            if request.seq_id in self.requests:
+            if request in self.requests.get(request.seq_id, ()):
                 self.scheduler.finish(request, "abort")
                 request.commit()
                 self._remove(request)
 
     def _remove(self, request: Request) -> None:
-        """Remove a finished request from both dicts. An interrupted `_queue` may have filled one.
-
-        `requests` comes last, because a reset after an interrupt removes what is still in it.
-        """
-        samples = self.samples_by_request.get(request.first_seq_id, {})
-        samples.pop(request, None)
-        if not samples:
-            self.samples_by_request.pop(request.first_seq_id, None)
-        self.requests.pop(request.seq_id, None)
+        """Remove a finished request, which an interrupt may have removed in part."""
+        for request_id in request.ids:
+            samples = self.requests.get(request_id, {})
+            samples.pop(request, None)
+            if not samples:
+                self.requests.pop(request_id, None)
 
     def is_finished(self) -> bool:
         """Return whether all requests have finished and `step` has returned their last outputs."""
@@ -224,27 +233,31 @@ class LLMEngine:
     @property
     def stats(self) -> Stats:
         scheduler = self.scheduler
-        return Stats(
-            num_prefill_tokens=scheduler.num_prefill_tokens,
-            num_decode_tokens=scheduler.num_decode_tokens,
-            num_cached_tokens=scheduler.num_cached_tokens,
-            num_preemptions=scheduler.num_preemptions,
-            num_waiting=len(scheduler.waiting),
-            num_running=len(scheduler.running),
-            num_free_blocks=len(scheduler.block_manager.free_block_ids),
-            num_blocks=scheduler.block_manager.num_blocks,
-            num_draft_tokens=scheduler.num_draft_tokens,
-            num_accepted_tokens=scheduler.num_accepted_tokens,
-            num_window_blocks=0,  # LLM overrides both
-            num_free_window_blocks=0,
-        )
+        # Counters of features that this engine does not use are 0.
+        stats = dict.fromkeys(Stats.__annotations__, 0)
+        stats |= {
+            "num_prefill_tokens": scheduler.num_prefill_tokens,
+            "num_decode_tokens": scheduler.num_decode_tokens,
+            "num_cached_tokens": scheduler.num_cached_tokens,
+            "num_preemptions": scheduler.num_preemptions,
+            "num_waiting": len(scheduler.waiting),
+            "num_running": len(scheduler.running),
+            "num_free_blocks": len(scheduler.block_manager.free_block_ids),
+            "num_blocks": scheduler.block_manager.num_blocks,
+        }
+        for feature in self.features:
+            stats |= feature.stats()
+        return cast(Stats, stats)
 
     def exit(self) -> None:
-        """Release memory and stop the other ranks. A second call has no effect."""
+        """Release memory, and stop the other ranks. A second call has no effect."""
         self.executor.stop("this engine has been shut down by exit()")
+        self.in_flight = None
         vars(self).pop("model_runner", None)
         vars(self.executor).pop("worker", None)  # both refer to the model
         torch.cuda.empty_cache()  # no effect without a GPU
+        for feature in self.features:
+            feature.exit()
 
     def __enter__(self: Engine) -> Engine:
         return self

@@ -1,14 +1,11 @@
-"""Turns scheduled sequences into a Batch, runs it, and turns logits into tokens.
+"""Turns a step into a Batch, runs it, and turns logits into tokens.
 
 It reads sequences and never touches the queues.
 """
 
 import weakref
-from collections.abc import Callable
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -16,23 +13,46 @@ from torch import Tensor
 
 from nanovllm.batch import Batch
 from nanovllm.config import Config
-from nanovllm.engine.extension import Extension
+from nanovllm.engine.feature import Feature
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step import Step
+from nanovllm.engine.warm_up import sample_each_kind, sample_test_rows
 from nanovllm.layers.logprobs import find_logprobs
 from nanovllm.layers.penalties import apply_penalties
 from nanovllm.layers.sampler import Sampler, make_sampling_batch
 from nanovllm.models.spec import ModelSpec
 from nanovllm.outputs import Logprobs
 from nanovllm.utils.arithmetic import cdiv
+from nanovllm.utils.packing import to_device
 from nanovllm.worker.device import engine_settings
-from nanovllm.worker.dummy_sampling import sample_each_kind, sample_test_rows
 from nanovllm.worker.executor import Executor, MultiRankExecutor
 from nanovllm.worker.startup import start_worker
 from nanovllm.worker.state_slots import FIRST_LANE
 
-Value = TypeVar("Value")
-# Changes logits [num_rows, vocab_size], of which each row has a sequence.
-LogitsProcessor = Callable[[Tensor, list[Sequence]], Tensor]
+
+class Sampled:
+    """The tokens that a step has sampled, on their way to the host.
+
+    On a GPU, the copy is queued behind the sampling. An event tells when it is complete, so the
+    host need not wait for the next step, which may be launched before these tokens are read.
+    """
+
+    def __init__(self, step: Step, rows: list[Sequence], logits: Tensor, tokens: Tensor) -> None:
+        self.step = step
+        self.rows = rows  # the sequence of each row
+        self.logits = logits  # [num_rows, vocab_size], the model's own
+        self.tokens = tokens  # int64 [num_rows]
+        self.on_host = tokens.to("cpu", non_blocking=True)
+        self.copied: torch.cuda.Event | None = None
+        if tokens.is_cuda:
+            self.copied = torch.cuda.Event()
+            self.copied.record()
+
+    def wait(self) -> list[int]:
+        """Return the tokens. This is the host synchronization of a step."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        return self.on_host.tolist()
 
 
 class ModelRunner:
@@ -46,8 +66,7 @@ class ModelRunner:
         executor_class = Executor if config.tensor_parallel_size == 1 else MultiRankExecutor
         self.executor = executor_class(config, spec, directory)
         weakref.finalize(self, self.executor.stop, "the engine is gone")  # also at interpreter exit
-        self.extensions = Extension()  # none while the engine starts
-        self.processors: list[LogitsProcessor] = [apply_penalties]
+        self.features: list[Feature] = []  # none while the engine starts
         worker = self.executor.worker
         self.vocab_size = spec.vocab_size
         self.device = worker.device
@@ -55,149 +74,121 @@ class ModelRunner:
         self.sampler = Sampler(spec.vocab_size).to(self.device)
         with engine_settings(self.device):  # CUDA graphs are captured with these
             if worker.kernels is not None:
-                self_test = partial(sample_test_rows, self.sampler, spec.dtype, Sequence)
+                self_test = partial(sample_test_rows, self.sampler, spec.dtype)
                 run = self_test if self.device.type == "cuda" else None
                 worker.kernels.kernelize(self.sampler, self.device, spec.dtype, run)
-            sample = partial(sample_each_kind, worker, self.sample, Sequence)
+            sample = partial(sample_each_kind, self.sample_and_read, worker)
             self.executor.call(start_worker, worker, sample)
         self.num_lanes = worker.num_lanes
         # The block tables of all lanes, so that a decode need not copy its whole table.
         self.block_tables = np.zeros((self.num_lanes, worker.block_table_width), np.int32)
-        # Those of the second pool, if there is one. features/windows.py writes and resets them.
-        self.window_tables = np.zeros_like(self.block_tables) if worker.num_window_blocks else None
 
-    def forward(self, seqs: list[Sequence]) -> Tensor:
-        """Compute the scheduled tokens. Return logits [num_logits of all seqs, vocab_size]."""
-        batch = self.extensions.prepared(seqs, self.prepare_batch(seqs))
-        return self.executor.call(self._execute, batch)
+    def forward(self, step: Step) -> Tensor:
+        """Launch the tokens of a step. Return logits [num_logits of all, vocab_size]."""
+        batch = self.prepare_batch(step)
+        for feature in self.features:
+            batch = feature.prepared(step, batch)
+        return self.executor.call(self._execute, step, batch)
 
-    def _execute(self, batch: Batch) -> Tensor:
+    def _execute(self, step: Step, batch: Batch) -> Tensor:
         worker = self.executor.worker
-        hidden = worker.execute(batch)
-        if len(hidden) <= worker.max_num_logits:
-            return self.extensions.computed(batch, worker.compute_logits(hidden))
         parts: list[Tensor] = []
-        for part in hidden.split(worker.max_num_logits):
-            parts.append(self.extensions.computed(batch, worker.compute_logits(part)))
-        return torch.cat(parts)
+        for hidden in worker.execute(batch).split(worker.max_num_logits):
+            logits = worker.compute_logits(hidden)
+            for feature in self.features:
+                logits = feature.computed(step, logits)
+            parts.append(logits)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def prepare_batch(self, seqs: list[Sequence]) -> Batch[np.ndarray]:
-        """Flatten the scheduled tokens, on the host. batch.py draws the result.
+    def prepare_batch(self, step: Step) -> Batch[np.ndarray]:
+        """Flatten the tokens of a step, on the host. batch.py draws the result.
 
         Example with block size 4: a sequence of 7 tokens has computed 4, and its block table is
         [5, 2]. Its input_ids are [t4, t5, t6], its positions [4, 5, 6]. Position 4 is in logical
         block 4 // 4 = 1, which is block 2. Its slot_mapping is [2 * 4, 2 * 4 + 1, 2 * 4 + 2].
         """
         block_size = self.block_size
-        for seq in seqs:
+        input_ids: list[int] = []
+        for seq, num_tokens in zip(step.seqs, step.num_tokens):
+            start = seq.num_computed_tokens
+            if num_tokens == 1:
+                input_ids.append(seq.token_ids[start])
+            else:
+                input_ids += seq.token_ids[start : start + num_tokens]
             # A decode copies its block table only when it enters a block. Earlier steps of the
             # sequence have copied all other entries, because its first step copied the whole table.
-            if seq.num_scheduled_tokens > 1 or seq.num_computed_tokens % block_size == 0:
+            if num_tokens > 1 or start % block_size == 0:
                 self.block_tables[seq.lane, : len(seq.block_table)] = seq.block_table
-        context_lens = [seq.num_computed_tokens + seq.num_scheduled_tokens for seq in seqs]
-        max_seqlen_q = max([seq.num_scheduled_tokens for seq in seqs])
-        max_seqlen_k = max(context_lens)
-        seq_index, arrays = flatten_decodes(seqs) if max_seqlen_q == 1 else flatten(seqs)
-        lanes = np.array([seq.lane for seq in seqs], np.int32)
-        blocks, offsets = np.divmod(arrays["positions"], block_size)
-        num_columns = cdiv(max_seqlen_k, block_size)
-        block_tables = self.block_tables[lanes, :num_columns]
-        # Both are empty, unless there is a second pool of blocks.
-        window_tables = block_tables[:, :0]
-        window_slots = lanes[:0]
-        if self.window_tables is not None:
-            window_tables = self.window_tables[lanes, :num_columns]
-            window_slots = window_tables[seq_index, blocks] * block_size + offsets
-        # The state slots of the lanes. An extension chooses others if a model has recurrent states.
+        starts = np.array([seq.num_computed_tokens for seq in step.seqs], np.int32)
+        lanes = np.array([seq.lane for seq in step.seqs], np.int32)
+        query_lens = np.array(step.num_tokens, np.int32)
+        num_logits = np.array(step.num_logits, np.int32)
+        cu_seqlens_q = np.concatenate(([0], query_lens.cumsum()), dtype=np.int32)
+        # Of each token: its sequence, 0 0 0 1 2 2 in batch.py, and its place among those computed.
+        seq_index = np.repeat(np.arange(len(lanes)), query_lens)
+        offset_in_query = np.arange(len(input_ids), dtype=np.int32) - cu_seqlens_q[seq_index]
+        has_logits = offset_in_query >= (query_lens - num_logits)[seq_index]
+        positions = starts[seq_index] + offset_in_query
+        context_lens = starts + query_lens
+        max_seqlen_k = int(context_lens.max())
+        block_tables = self.block_tables[lanes, : cdiv(max_seqlen_k, block_size)]
+        blocks, offsets = np.divmod(positions, block_size)
+        # The state slots of the lanes. A feature chooses others if a model has recurrent states.
         state_slots = lanes + FIRST_LANE
         return Batch(
-            **arrays,
+            input_ids=np.array(input_ids, np.int32),
+            positions=positions,
             slot_mapping=block_tables[seq_index, blocks] * block_size + offsets,
-            context_lens=np.array(context_lens, np.int32),
+            cu_seqlens_q=cu_seqlens_q,
+            context_lens=context_lens,
             block_tables=block_tables,
+            logits_indices=np.flatnonzero(has_logits).astype(np.int32),
             read_slots=state_slots,
             write_slots=state_slots,
-            window_slots=window_slots,
-            window_tables=window_tables,
-            max_seqlen_q=max_seqlen_q,
+            # A feature fills both if there is a second pool of blocks.
+            window_slots=lanes[:0],
+            window_tables=block_tables[:, :0],
+            long_queries=np.flatnonzero(query_lens > 1).astype(np.int32),
+            max_seqlen_q=int(query_lens.max()),
             max_seqlen_k=max_seqlen_k,
         )
 
-    def sample(self, logits: Tensor, seqs: list[Sequence]) -> tuple[list[list[int]], Logprobs]:
-        """Sample num_logits tokens for each sequence, -1 where the logits are NaN.
+    def sample(self, logits: Tensor, step: Step) -> Sampled:
+        """Launch the sampling of num_logits tokens for each sequence, without waiting for them.
 
-        Return the token ids and their log probabilities, each with one list per sequence. The log
-        probabilities are None if no sequence asks for them.
+        Sequences that have ended since the step was planned are dropped.
         """
-        rows, positions = list_rows(seqs)
+        if any([seq.finish_reason is not None for seq in step.seqs]):
+            left = np.array(step.drop_ended(), np.int64)
+            logits = logits[to_device(left, self.device)]
+        rows, positions = step.list_rows()
         assert len(logits) == len(rows), "one row of logits for each token that is sampled"
         processed = logits
-        if any([seq.needs_logits_processing for seq in seqs]):
-            for process in self.processors:
-                processed = process(processed, rows)
+        if any([seq.needs_logits_processing for seq in rows]):
+            for feature in self.features:
+                processed = feature.processed(rows, processed)
+            processed = apply_penalties(processed, rows)
         batch = make_sampling_batch(rows, positions, self.vocab_size, self.device)
         tokens = self.sampler(processed, batch)
-        token_ids = self.executor.call(tokens.tolist)  # a host synchronization
+        self.executor.worker.keep_tokens(tokens)
+        return Sampled(step, rows, logits, tokens)
+
+    def sample_and_read(self, logits: Tensor, step: Step) -> tuple[list[list[int]], Logprobs]:
+        return self.read(self.sample(logits, step))
+
+    def read(self, sampled: Sampled) -> tuple[list[list[int]], Logprobs]:
+        """Wait for the tokens of a step. Return the valid ones, -1 where the logits are NaN.
+
+        Also return their log probabilities. Both have one list per sequence. The log probabilities
+        are None if no sequence asks for them.
+        """
+        step = sampled.step
+        token_ids = step.split(self.executor.call(sampled.wait))
         logprobs: Logprobs = None
-        if any([seq.params.logprobs is not None for seq in seqs]):
+        if any([seq.params.logprobs is not None for seq in step.seqs]):
             # Of the unchanged logits, because log probabilities are the model's own.
-            requested = [seq.params.logprobs for seq in rows]
-            logprobs = split_rows(find_logprobs(logits, tokens, requested), seqs)
-        return split_rows(token_ids, seqs), logprobs
-
-
-def flatten(seqs: list[Sequence]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Return the sequence of each token, 0 0 0 1 2 2 in batch.py, and int32 arrays of a Batch."""
-    input_ids: list[int] = []
-    for seq in seqs:
-        start = seq.num_computed_tokens
-        input_ids += seq.token_ids[start : start + seq.num_scheduled_tokens]
-    numbers = [(seq.num_computed_tokens, seq.num_scheduled_tokens, seq.num_logits) for seq in seqs]
-    starts, query_lens, num_logits = np.array(numbers, np.int32).T
-    cu_seqlens_q = np.concatenate(([0], query_lens.cumsum()), dtype=np.int32)
-    seq_index = np.repeat(np.arange(len(seqs)), query_lens)
-    offset_in_query = np.arange(len(input_ids), dtype=np.int32) - cu_seqlens_q[seq_index]
-    first_offsets = query_lens - num_logits  # those of each query's first token with logits
-    has_logits = offset_in_query >= first_offsets[seq_index]
-    return seq_index, {
-        "input_ids": np.array(input_ids, np.int32),
-        "positions": starts[seq_index] + offset_in_query,
-        "cu_seqlens_q": cu_seqlens_q,
-        "logits_indices": np.flatnonzero(has_logits).astype(np.int32),
-        "prefills": np.flatnonzero(query_lens > 1).astype(np.int32),
-    }
-
-
-def flatten_decodes(seqs: list[Sequence]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """As `flatten`, if each sequence has one token. This takes half as long for 256 of them."""
-    positions = [seq.num_computed_tokens for seq in seqs]
-    input_ids = [seq.token_ids[position] for seq, position in zip(seqs, positions)]
-    logits_indices = [index for index, seq in enumerate(seqs) if seq.num_logits > 0]
-    cu_seqlens_q = np.arange(len(seqs) + 1, dtype=np.int32)
-    seq_index = cu_seqlens_q[:-1]
-    return seq_index, {
-        "input_ids": np.array(input_ids, np.int32),
-        "positions": np.array(positions, np.int32),
-        "cu_seqlens_q": cu_seqlens_q,
-        "logits_indices": np.array(logits_indices, np.int32),
-        "prefills": np.empty(0, np.int32),
-    }
-
-
-def list_rows(seqs: list[Sequence]) -> tuple[list[Sequence], list[int]]:
-    """Return the sequence of each row of logits, and the position of the token that it samples."""
-    if all([seq.num_logits == 1 for seq in seqs]):  # faster than the loop, with the same result
-        return seqs, [len(seq.token_ids) for seq in seqs]
-    rows: list[Sequence] = []
-    positions: list[int] = []
-    for seq in seqs:
-        end = len(seq.token_ids)
-        rows += [seq] * seq.num_logits
-        positions += range(end - seq.num_logits + 1, end + 1)
-    return rows, positions
-
-
-def split_rows(values: list[Value], seqs: list[Sequence]) -> list[list[Value]]:
-    """Split values, one per row of logits, into one list per sequence."""
-    ends = accumulate([seq.num_logits for seq in seqs])
-    return [values[end - seq.num_logits : end] for seq, end in zip(seqs, ends)]
+            requested = [seq.params.logprobs for seq in sampled.rows]
+            logprobs = step.split(find_logprobs(sampled.logits, sampled.tokens, requested))
+        for feature in reversed(self.features):
+            token_ids = feature.sampled(step, token_ids)
+        return token_ids, logprobs

@@ -5,11 +5,16 @@ have their K/V in the cache. A step that schedules the sequence moves this numbe
 of tokens:
 
     token_ids        | prompt .............................. | generated ....... |
-    K/V in the cache | num_computed_tokens ........ | num_scheduled_tokens |
-                                                      `-- computed by this step
+    K/V in the cache | num_computed_tokens ........ | num_tokens of a step |
 
 A sequence decodes if only its newest generated token has no K/V. Between steps the K/V of the
 newest token are not in the cache, because the newest token is the input of the next step.
+
+While a step is in flight, its tokens are sampled and not read yet. Each of its sequences has one
+pending token, the last of `token_ids`, written as ~row: -1 for row 0 of the logits, -2 for row 1.
+The next step is planned with it. K/V, positions, blocks and budgets depend on how many tokens there
+are, so a pending token counts. Hashes, ends and text depend on which tokens these are, so they wait
+until it is known.
 
 Text and callers are in engine/request.py.
 """
@@ -56,15 +61,20 @@ class Sequence:
         self.status = SequenceStatus.WAITING
         self.num_cached_tokens: int | None = None  # prompt tokens that the first admission found
         self.num_computed_tokens = 0
+        self.num_admitted_tokens = 0  # tokens when it was last admitted
         self.block_table: list[int] = []  # logical block -> physical block
         self.block_hashes: list[int] = []  # hashes of full blocks, computed when first needed
         self.lane = -1  # while running: its row in the model runner's block tables
-        # What the current step does with the sequence.
-        self.num_scheduled_tokens = 0
-        # Rows of logits, one for each of the newest scheduled tokens. 0 in a partial prefill.
-        self.num_logits = 0
-        self.is_partial = False  # tokens are missing after the step, too
-        self.is_decode = False  # all that was missing is the newest generated token
+
+    @property
+    def has_pending_token(self) -> bool:
+        """Whether the newest token is sampled, but not read yet."""
+        return self.token_ids[-1] < 0
+
+    @property
+    def num_known_tokens(self) -> int:
+        num_tokens = len(self.token_ids)
+        return num_tokens - 1 if self.has_pending_token else num_tokens
 
     def check_end(self) -> FinishReason | None:
         """Return why the newest token ends the sequence, or None if it does not.

@@ -107,7 +107,8 @@ def search_together(
         prompts: list[PreparedPrompt] = []
         for search in active:
             prompts += [
-                PreparedPrompt(search.prompt + beam.token_ids, params) for beam in search.running
+                PreparedPrompt(search.prompt + beam.token_ids, params, {})
+                for beam in search.running
             ]
         outputs = generate(prompts)
         start = 0
@@ -124,6 +125,7 @@ def make_outputs(search: BeamSearch, requests: list[Request]) -> list[RequestOut
     for beam, request in zip(search.finished, requests, strict=True):
         request.token_ids += beam.token_ids
         request.finish_reason = beam.finish_reason
+        request.commit(beam.logprobs)
         request.num_cached_tokens = search.num_cached_tokens
         request.commit(beam.logprobs)
         outputs.append(request.output())

@@ -13,8 +13,7 @@ A chunk can have more rows of logits than the profile run had. They are then com
 the rows of a part that score the prompt are reduced to a few numbers before the next part.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import islice
 from typing import NamedTuple
 
@@ -23,10 +22,10 @@ from torch import Tensor
 
 from nanovllm.batch import Batch
 from nanovllm.engine.block_manager import Block
-from nanovllm.engine.extension import Extension
+from nanovllm.engine.feature import Feature
 from nanovllm.engine.request import Request
-from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step import Step
 from nanovllm.layers.logprobs import find_logprobs
 from nanovllm.outputs import PromptLogprobs
 from nanovllm.utils.packing import to_device
@@ -40,23 +39,14 @@ class PromptRow(NamedTuple):
     num_logprobs: int | None
 
 
-@dataclass(frozen=True)
-class ScoringBatch(Batch):
-    """A batch with rows of logits that score prompts.
+class PromptScores(Feature):
+    """Adds rows of logits to the batch, and takes them out of what is sampled.
 
-    The rows belong to the batch and not to the extension, because rank 0's thread may still compute
-    the batch of an interrupted step.
+    The rows belong to the step and not to the feature, because rank 0's thread may still compute an
+    interrupted step.
     """
 
-    # What each row of logits does. None: it samples a token. Each call of `computed` takes the rows
-    # of its part.
-    remaining_rows: Iterator[PromptRow | None]
-
-
-class PromptScores(Extension):
-    """Adds rows of logits to the batch, and takes them out of what is sampled."""
-
-    scheduler: Scheduler
+    serves = "prompt_logprobs"
 
     def reset(self) -> None:
         # Complete entries stay. Others get a new list, because an interrupted step of several ranks
@@ -72,16 +62,17 @@ class PromptScores(Extension):
         # The logits at position len(entries) - 1 are still needed.
         return prefix[: (len(entries) - 1) // self.scheduler.block_size]
 
-    def prepared(self, seqs: list[Sequence], batch: Batch) -> Batch:
+    def prepared(self, step: Step, batch: Batch) -> Batch:
         """Add the rows of logits that score prompts."""
-        all_entries = [find_entries(seq) for seq in seqs]
-        if all_entries.count(None) == len(seqs):
+        all_entries = [find_entries(seq) for seq in step.seqs]
+        if all_entries.count(None) == len(all_entries):
             return batch
         rows: list[PromptRow | None] = []
         indices: list[int] = []
-        for seq, entries, start in zip(seqs, all_entries, batch.cu_seqlens_q.tolist()):
+        starts = batch.cu_seqlens_q.tolist()
+        for (seq, num_tokens, num_logits), entries, start in zip(step, all_entries, starts):
             offset = start - seq.num_computed_tokens  # index in the batch minus position
-            end = seq.num_computed_tokens + seq.num_scheduled_tokens
+            end = seq.num_computed_tokens + num_tokens
             if entries is not None:
                 # The first position whose next token has no entry yet.
                 first = max(seq.num_computed_tokens, len(entries) - 1)
@@ -89,16 +80,18 @@ class PromptScores(Extension):
                     token_id = seq.token_ids[position + 1]
                     rows.append(PromptRow(entries, token_id, seq.params.prompt_logprobs))
                     indices.append(offset + position)
-            rows += [None] * seq.num_logits
-            indices += range(offset + end - seq.num_logits, offset + end)
-        fields = {**vars(batch), "logits_indices": np.array(indices, np.int32)}
-        return ScoringBatch(**fields, remaining_rows=iter(rows))
+            rows += [None] * num_logits
+            indices += range(offset + end - num_logits, offset + end)
+        # What each row of logits does. None: it samples a token. Each call of `computed` takes the
+        # rows of its part.
+        step.kept[self] = iter(rows)
+        return replace(batch, logits_indices=np.array(indices, np.int32))
 
-    def computed(self, batch: Batch, logits: Tensor) -> Tensor:
+    def computed(self, step: Step, logits: Tensor) -> Tensor:
         """Record the log probabilities of prompt tokens. Return the rows that sample."""
-        if not isinstance(batch, ScoringBatch):
+        if self not in step.kept:
             return logits
-        rows = list(islice(batch.remaining_rows, len(logits)))
+        rows = list(islice(step.kept[self], len(logits)))
         token_ids = np.array([row.token_id if row else 0 for row in rows], np.int64)
         nums = [row.num_logprobs if row else None for row in rows]
         scores = find_logprobs(logits, to_device(token_ids, logits.device), nums)

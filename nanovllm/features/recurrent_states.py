@@ -26,15 +26,15 @@ step.
 
 from collections import OrderedDict
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
 from nanovllm.batch import Batch
 from nanovllm.engine.block_manager import Block
-from nanovllm.engine.extension import Extension
-from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.feature import Description, Feature
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step import Step
 from nanovllm.outputs import FinishReason
 from nanovllm.worker.state_slots import FIRST_LANE, ZEROS, StateSlots
 
@@ -49,17 +49,18 @@ class Slots:
     end: int = 0  # tokens after which the current step writes the state, those of a draft included
 
 
-class RecurrentStates(Extension):
+class RecurrentStates(Feature):
     """Chooses the slots of a step. The chunk of a prompt ends where a snapshot is wanted.
 
-    Drafts come before it in the list of extensions.
+    Drafts come before it in the list of features.
     """
 
-    scheduler: Scheduler
+    serves = "recurrent states"
 
-    def __init__(self, state_slots: StateSlots) -> None:
-        self.state_slots = state_slots
-        self.snapshot_slots = state_slots.snapshots
+    def start(self, engine: LLMEngine) -> bool:
+        self.state_slots = StateSlots(engine.config, engine.scheduler.max_num_seqs)
+        self.snapshot_slots = self.state_slots.snapshots
+        return super().start(engine)
 
     def reset(self) -> None:
         self.slots: dict[Sequence, Slots] = {}  # of sequences that were the head of the queue
@@ -128,36 +129,35 @@ class RecurrentStates(Extension):
         num_blocks = self.slots[seq].snapshot_position // self.scheduler.block_size
         return seq.block_hashes[num_blocks - 1] if num_blocks > 0 else -1
 
-    def planned(self, seqs: list[Sequence]) -> None:
-        for seq in seqs:
+    def planned(self, step: Step) -> None:
+        for seq, num_tokens, num_logits in step:
             slots = self.slots[seq]
-            has_draft = seq.num_logits > 1
+            has_draft = num_logits > 1
             if has_draft and slots.write == slots.read:
                 slots.write = self.state_slots.second(seq.lane)
-            slots.end = seq.num_computed_tokens + seq.num_scheduled_tokens
+            slots.end = seq.num_computed_tokens + num_tokens
 
-    def prepared(self, seqs: list[Sequence], batch: Batch) -> Batch:
-        slots = [self.slots[seq] for seq in seqs]
+    def prepared(self, step: Step, batch: Batch) -> Batch:
+        slots = [self.slots[seq] for seq in step.seqs]
         read, write = np.array([(each.read, each.write) for each in slots], np.int32).T.copy()
         return replace(batch, read_slots=read, write_slots=write)
 
-    def recorded(self, seqs: list[Sequence]) -> None:
+    def advanced(self, step: Step) -> None:
         """Advance to the new states, and let other sequences find the new snapshots.
 
         If a draft token was rejected, the new state includes it. The old state is still in its
         slot, and the next step recomputes the accepted tokens.
         """
-        for seq in seqs:
-            if seq.status is not SequenceStatus.RUNNING:
-                continue
+        for seq, num_tokens, _ in step:
             slots = self.slots[seq]
             if seq.num_computed_tokens == slots.end:
                 slots.read = slots.write
             else:
-                seq.num_computed_tokens -= seq.num_scheduled_tokens
+                seq.num_computed_tokens -= num_tokens
             slots.write = FIRST_LANE + seq.lane
         if self.new_snapshots:
-            self.scheduler.blocked = None  # the head of the queue may reuse more now
+            # The head of the queue may reuse more now.
+            self.scheduler.block_manager.blocked = None
         self.snapshots.update(self.new_snapshots)
         self.new_snapshots = {}
 
@@ -168,13 +168,15 @@ class RecurrentStates(Extension):
                 self.snapshots.pop(block_hash, None)
                 self.new_snapshots.pop(block_hash, None)
 
-    def describe_settings(self) -> dict[str, Any]:
-        return {"snapshot_slots": [self.snapshot_slots.start, self.snapshot_slots.stop]}
-
-    def describe_step(self) -> dict[str, Any]:
-        return {"snapshots": [(slot, f"{each:032x}") for each, slot in self.snapshots.items()]}
-
-    def describe_sequence(self, seq: Sequence) -> dict[str, Any]:
-        slots = self.slots[seq]
-        hashes = {slot: f"{each:032x}" for each, slot in self.new_snapshots.items()}
-        return {"slots": [slots.read, slots.write], "snapshot": hashes.get(slots.write, "")}
+    def describe(self, step: Step) -> Description:
+        kept = [(slot, f"{each:032x}") for each, slot in self.snapshots.items()]
+        description = Description(
+            settings={"snapshot_slots": [self.snapshot_slots.start, self.snapshot_slots.stop]},
+            step={"snapshots": kept},
+        )
+        new = {slot: f"{each:032x}" for each, slot in self.new_snapshots.items()}
+        for seq in step.seqs:
+            slots = self.slots[seq]
+            facts = {"slots": [slots.read, slots.write], "snapshot": new.get(slots.write, "")}
+            description.seqs[seq] = facts
+        return description

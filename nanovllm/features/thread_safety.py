@@ -21,12 +21,14 @@ import os
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import chain
 from threading import Lock, get_ident
 from typing import Any, ClassVar, TypeVar
 
 from nanovllm.config import Config
+from nanovllm.engine.feature import Feature
 from nanovllm.engine.input_processor import PreparedPrompt
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import Inbox, Request
@@ -41,15 +43,17 @@ class ThreadSafeEngine(LLMEngine):
     # PID of the process that created the first engine. OpenMP and CUDA do not survive fork().
     _process: ClassVar[int | None] = None
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, features: Iterable[Feature] = ()) -> None:
         self._check_process()
-        super().__init__(config)
-        ThreadSafeEngine._process = os.getpid()
         self._lock = Lock()
         self._threads_inside: set[int] = set()  # those that hold the lock or wait for it
         self._aborted: deque[list[Request]] = deque()  # to be cancelled at the end of a call
         self._is_under_way = False
-        self._warnings = deque[str]()  # to be issued after the step
+        super().__init__(config, features)
+        ThreadSafeEngine._process = os.getpid()
+
+    def add_feature(self, feature: Feature) -> None:
+        self._take_turn(super().add_feature, feature)
 
     def add_prepared(self, prepared: PreparedPrompt) -> int:
         with self.queued([prepared], self._inbox) as requests:
@@ -70,16 +74,21 @@ class ThreadSafeEngine(LLMEngine):
             raise
 
     def step(self, inbox: Inbox | None = None) -> list[RequestOutput]:
-        self._take_turn(super().step, {})  # {}: the report is a turn of its own
-        # Between the step and its report, because a warning can be an error (-W error).
-        while self._warnings:
+        outputs = self._take_turn(super().step, inbox)
+        if not self.warnings:
+            return outputs
+        while self.warnings:
             with suppress(IndexError):  # another thread was faster
-                message = self._warnings.popleft()
+                message = self.warnings.popleft()
                 warnings.warn(message, RuntimeWarning, stacklevel=2)
         return self._take_turn(self._report, self._inbox if inbox is None else inbox)
 
-    def _warn(self, message: str) -> None:
-        self._warnings.append(message)
+    def _issue_warnings(self) -> None:
+        """Not within a turn, because a filter of warnings may call the engine."""
+
+    def _report(self, inbox: Inbox) -> list[RequestOutput]:
+        # As in LLMEngine, warnings come before outputs. `step` reports again after it issued them.
+        return [] if self.warnings else super()._report(inbox)
 
     def abort(self, request_id: int) -> None:
         """As LLMEngine.abort, from any thread at any moment. A running step ends first."""
@@ -134,11 +143,16 @@ class ThreadSafeEngine(LLMEngine):
         Cached blocks may not have been written, and sequences can have tokens that are not
         committed.
         """
-        for request in list(self.requests.values()):
+        self.in_flight = None
+        for request in self._list_requests():
             request.roll_back()
             if request.finish_reason is not None:
                 self._remove(request)
-        self.scheduler.reset(list(self.requests.values()))
+        self.scheduler.reset(self._list_requests())
+
+    def _list_requests(self) -> list[Request]:
+        """List unfinished requests, oldest first."""
+        return list(dict.fromkeys(chain.from_iterable(self.requests.values())))
 
     def _cancel(self, requests: list[Request]) -> None:
         self._aborted.append(requests)

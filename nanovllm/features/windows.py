@@ -28,19 +28,19 @@ point where a later prompt stopped matching, such as the end of a system prompt.
 """
 
 from collections import OrderedDict
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from nanovllm.batch import Batch
 from nanovllm.engine.block_manager import Block, BlockManager
-from nanovllm.engine.extension import Extension
-from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.feature import Description, Feature
+from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.step import Step
 from nanovllm.layers.attention import find_first_visible
 from nanovllm.outputs import FinishReason
 from nanovllm.utils.arithmetic import cdiv
-from nanovllm.worker.worker import Worker
 
 
 class WindowPool(BlockManager):
@@ -76,20 +76,24 @@ class HeldBlocks:
     num_found: int = 0  # blocks of the prefix that the first pool had when the sequence came
 
 
-class Windows(Extension):
-    """Manages the second pool. Comes after the extensions that change what a step computes."""
+class Windows(Feature):
+    """Manages the second pool. Comes after the features that change what a step computes."""
 
-    scheduler: Scheduler
+    serves = "sliding windows"
 
-    def __init__(self, worker: Worker, tables: np.ndarray) -> None:
-        """`tables` are the window tables of all lanes. ModelRunner copies them into batches."""
-        assert worker.spec.window is not None and worker.num_window_blocks > 0
+    def start(self, engine: LLMEngine) -> bool:
+        worker = engine.executor.worker
+        if worker.num_window_blocks == 0:
+            return False  # no context is longer than the window, so there is one pool
+        assert worker.spec.window is not None
         self.window = worker.spec.window  # tokens, the largest window of a layer
         self.block_size = worker.block_size
         self.pool = WindowPool(
             worker.num_window_blocks, self.block_size, worker.config.enable_prefix_caching
         )
-        self.tables = tables  # an entry without a block is 0
+        # The window tables of all lanes. An entry without a block is 0.
+        self.tables = np.zeros((worker.num_lanes, worker.block_table_width), np.int32)
+        return super().start(engine)
 
     def reset(self) -> None:
         self.pool.reset()
@@ -131,23 +135,31 @@ class Windows(Extension):
         # Sequences whose blocks change in this step. Other decodes stay within a block.
         self.changing: list[Sequence] = []
 
-    def scheduled(self, seq: Sequence) -> None:
-        num_tokens = seq.num_computed_tokens + seq.num_scheduled_tokens
-        self._resize(seq, num_tokens)
-        self._cache(seq, num_tokens)
+    def scheduled(self, seq: Sequence, end: int) -> None:
+        self._resize(seq, end)
+        self._cache(seq, min(end, seq.num_known_tokens))
         self.changing.append(seq)
 
-    def planned(self, seqs: list[Sequence]) -> None:
-        for seq in seqs:
-            if seq.num_logits > 1:  # has a draft
-                self._resize(seq, seq.num_computed_tokens + seq.num_scheduled_tokens)
+    def planned(self, step: Step) -> None:
+        for seq, num_tokens, num_logits in step:
+            if num_logits > 1:  # has a draft
+                self._resize(seq, seq.num_computed_tokens + num_tokens)
                 self.changing.append(seq)
 
-    def recorded(self, seqs: list[Sequence]) -> None:
-        """Cache what accepted draft tokens fill. Release rejected ones, and what windows leave."""
+    def prepared(self, step: Step, batch: Batch) -> Batch:
+        """Add the window tables of the sequences, and the slots of the tokens in them."""
+        lanes = [seq.lane for seq in step.seqs]
+        tables = self.tables[lanes, : batch.block_tables.shape[1]]
+        seq_index = np.repeat(np.arange(len(lanes)), step.num_tokens)
+        blocks, offsets = np.divmod(batch.positions, self.block_size)
+        slots = tables[seq_index, blocks] * self.block_size + offsets
+        return replace(batch, window_slots=slots, window_tables=tables)
+
+    def advanced(self, step: Step) -> None:
+        """Cache what became known. Release blocks of rejected drafts, and what windows leave."""
         for seq in self.changing:
             if seq.status is not SequenceStatus.RUNNING:
-                continue
+                continue  # it has ended since the step was planned
             self._cache(seq, seq.num_computed_tokens)
             self._resize(seq, seq.num_computed_tokens)
             held = self.held[seq]
@@ -197,13 +209,19 @@ class Windows(Extension):
             self.pool.uncache(int(self.tables[seq.lane, index]))
         held.num_cached = num_full
 
-    def describe_settings(self) -> dict[str, Any]:
-        return {"window": self.window, "num_window_blocks": self.pool.num_blocks}
+    def stats(self) -> dict[str, int]:
+        return {
+            "num_window_blocks": self.pool.num_blocks,
+            "num_free_window_blocks": len(self.pool.free_block_ids),
+        }
 
-    def describe_step(self) -> dict[str, Any]:
-        return {"window_pool": self.pool.count_states()}
-
-    def describe_sequence(self, seq: Sequence) -> dict[str, Any]:
-        held = self.held[seq]
-        ids = self.tables[seq.lane, held.start : held.end]
-        return {"window_start": held.start, "window_blocks": ids.tolist()}
+    def describe(self, step: Step) -> Description:
+        description = Description(
+            settings={"window": self.window, "num_window_blocks": self.pool.num_blocks},
+            step={"window_pool": self.pool.count_states()},
+        )
+        for seq in step.seqs:
+            held = self.held[seq]
+            ids = self.tables[seq.lane, held.start : held.end].tolist()
+            description.seqs[seq] = {"window_start": held.start, "window_blocks": ids}
+        return description

@@ -62,6 +62,11 @@ class TensorParallel:
         self.group.gather(parts, x, 0).wait()
         return torch.cat(parts, dim=-1) if parts else x
 
+    def broadcast(self, x: Tensor) -> None:
+        """Copy rank 0's x to the x of all other ranks."""
+        if self.group is not None:
+            self.group.broadcast(x, 0).wait()
+
     def minimum(self, numbers: list[int]) -> list[int]:
         """Return the minimum of each number over all ranks. Every rank waits for all others."""
         if self.group is None:

@@ -86,6 +86,12 @@ class ModelSpec:
         """Whether there are layers with a recurrent state."""
         return None in map(self.attention_shape, range(self.num_layers))
 
+    @property
+    def needs(self) -> list[str]:
+        """What the model needs of the features of an engine."""
+        needs = {"recurrent states": self.has_states, "sliding windows": self.window is not None}
+        return [name for name, is_needed in needs.items() if is_needed]
+
     def make_model(self, backend: Backend, tp: TensorParallel = ALONE) -> CausalLM:
         raise NotImplementedError
 

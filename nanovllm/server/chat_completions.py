@@ -4,13 +4,11 @@ With a reasoning parser, a constraint holds behind the reasoning, unless the pro
 """
 
 import json
-from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
 from nanovllm import LLM
 from nanovllm.engine.input_processor import PreparedPrompt
-from nanovllm.engine.request import Request
 from nanovllm.features.structured_outputs.grammar_writer import allow_reasoning
 from nanovllm.outputs import RequestOutput
 from nanovllm.server.constraints import ToolChoice, choose_constraint, choose_tools
@@ -63,7 +61,7 @@ def parse_chat(model: str, parses_reasoning: bool, body: JsonObject, llm: LLM) -
         if parses_reasoning and outputs is not None and last_tag != END_THINK:
             # Compile the constraint alone first. Behind reasoning, its error would come only when
             # the reasoning ends.
-            llm.grammar_compiler.choose_factory(params, params.n)
+            llm.input_processor.make_fields(params, params.n)
             outputs = allow_reasoning(outputs, is_open=last_tag == THINK)
             params = replace(params, structured_outputs=outputs)
         prompts = llm.prepare_prompts([prompt], params)
@@ -146,11 +144,7 @@ class ChatReply(Reply):
         if self.hidden_ids is None:
             return prompt
         detokenizer = self._make_detokenizer(prompt.token_ids, prompt.params.stop_strings)
-
-        def make_request(**options: Any) -> Request:
-            return prompt.factory(**{**options, "detokenizer": copy(detokenizer)})
-
-        return prompt._replace(factory=make_request)
+        return prompt._replace(fields={**prompt.fields, "detokenizer": detokenizer})
 
     def write_part(self, index: int, part: RequestOutput, is_first: bool) -> JsonObject:
         if is_first:

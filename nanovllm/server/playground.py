@@ -22,12 +22,14 @@ from transformers import Gemma3TextConfig, Qwen3_5TextConfig
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm.config import Config
+from nanovllm.engine.scheduler import POLICIES
 from nanovllm.server.bodies import Bodies, until_stop
 from nanovllm.server.engine_thread import EngineThread, Stream
 from nanovllm.server.errors import JsonObject, blaming
 from nanovllm.server.middleware import respond
 from nanovllm.trace.page import read_template, shorten
 from nanovllm.trace.reader import Reader
+from nanovllm.trace.recorder import Recorder
 from nanovllm.trace.timeline import Event, Timeline
 from nanovllm.utils.checks import check_choice, check_int, check_names, check_number, check_type
 
@@ -103,10 +105,10 @@ class LiveTimeline(Timeline):
 class WatchedLLM(LLM):
     """An engine that records a LiveTimeline."""
 
-    timeline: LiveTimeline
-
-    def make_timeline(self, config: Config) -> LiveTimeline:
-        return LiveTimeline()
+    def __init__(self, model: str, **options: Any) -> None:
+        super().__init__(model, **options)
+        self.timeline = LiveTimeline()
+        self.add_feature(Recorder(self.timeline))
 
 
 class Playground(EngineThread):
@@ -219,6 +221,10 @@ class Playground(EngineThread):
     async def show_page(self, request: Request) -> Response:
         live = Path(__file__).with_name("live.html").read_text("utf-8")
         live = live.replace("ENGINE_DEFAULTS", json.dumps(DEFAULTS))
+        options = [
+            f'<option value="{name}">{each.title}</option>' for name, each in POLICIES.items()
+        ]
+        live = live.replace("POLICY_OPTIONS", "".join(options))
         page = read_template().replace("TIMELINES", "[]") + live
         nonce = secrets.token_urlsafe()
         headers = {name: value.replace("NONCE", nonce) for name, value in HEADERS.items()}

@@ -96,18 +96,18 @@ class Detokenizer:
             state = state._replace(context=state.context + state.pending, pending=())
         return state._replace(num_tokens=len(prompt_token_ids), text="")
 
-    def read(self, token_ids: list[int], is_last: bool) -> str:
+    def read(self, token_ids: list[int], is_last: bool, end: int | None = None) -> str:
         """Decode new tokens, and return all text that can be released.
 
-        `is_last` if no tokens follow. `token_ids` has the prompt, too. With stop strings,
-        `meets_stop_string` must have been called for each new token.
+        `is_last` if no tokens follow. `token_ids` has the prompt, too, and may go on after `end`.
+        With stop strings, `meets_stop_string` must have been called for each new token.
         """
         if is_last and self.stop is None:
-            whole = self._decode(token_ids[self.start :])
+            whole = self._decode(token_ids[self.start : end])
             if whole is not None and whole.startswith(self.start_text + self.state.text):
                 return self._without_prompt(whole[len(self.start_text) :])
         if not self.stop_strings:
-            self._push_new(token_ids)
+            self._push_new(token_ids, end)
         text = self.state.text
         if is_last or self.stop is not None:
             text = (text + self._find_new_text(self.state))[: self.stop]
@@ -146,9 +146,9 @@ class Detokenizer:
         self.num_searched = len(text)
         return self.stop is not None
 
-    def _push_new(self, token_ids: list[int]) -> None:
+    def _push_new(self, token_ids: list[int], end: int | None = None) -> None:
         """Decode the tokens that are new."""
-        for token_id in token_ids[self.state.num_tokens :]:
+        for token_id in token_ids[self.state.num_tokens : end]:
             self.state = self._extend(self.state, token_id)
 
     def _extend(self, state: State, token_id: int) -> State:

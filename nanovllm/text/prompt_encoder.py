@@ -19,14 +19,20 @@ class PromptTooLong(ValueError):
 
 
 class PromptEncoder:
-    """Encodes prompts for one vocabulary and one max_model_len."""
+    """Encodes prompts for one vocabulary, and rejects those that are too long."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, max_model_len: int
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        vocab_size: int,
+        max_model_len: int,
+        max_step_len: int | None = None,
     ) -> None:
+        """`max_step_len` is the limit for prompts that must fit in one step."""
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
+        self.max_step_len = max_step_len
         self.max_chars = 0  # no prompt can have more
         if tokenizer is not None:
             longest = max(map(len, tokenizer.get_vocab()))
@@ -42,6 +48,13 @@ class PromptEncoder:
         check_type("a prompt", prompt, (list, tuple), "a str or a list of token ids")
         if len(prompt) >= self.max_model_len:  # before a pass over all of them
             raise self._too_long(f"{len(prompt)} tokens, which leave no room for output within")
+        if self.max_step_len is not None and len(prompt) > self.max_step_len:
+            raise PromptTooLong(
+                f"a prompt of {len(prompt)} tokens exceeds"
+                f" max_num_batched_tokens={self.max_step_len}: raise it, and kvcache_memory_bytes"
+                " if the start has lowered it, or use a policy that splits prompts"
+                " (policy='mixed', enable_chunked_prefill=True)"
+            )
         if bool in map(type, prompt):
             raise TypeError("each token id of a prompt must be an int, not a bool")
         with naming("a prompt must be a str or a list of token ids", TypeError, kind=TypeError):

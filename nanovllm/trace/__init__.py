@@ -8,7 +8,7 @@ text.py       steps as text         picture.py   as a plot        page.py   as a
 tour.py       four requests under each policy, which example.py shows
 __main__.py   python -m nanovllm.trace
 
-LLM imports this folder, which therefore knows the engine but not LLM.
+The recorder is a feature of the engine. LLM imports it only if a trace is asked for.
 """
 
 from nanovllm.trace.page import make_page, save_page

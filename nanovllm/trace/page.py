@@ -4,13 +4,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from nanovllm.trace.step import Facts, Step
+from nanovllm.trace.step import Facts, TracedStep
 
 # Rows omit these values and empty ones, because most work is a decode within a block.
 _USUAL = {"kind": "decode", "num_tokens": 1}
 
 
-def make_page(timelines: list[list[Step]]) -> str:
+def make_page(timelines: list[list[TracedStep]]) -> str:
     """Render one or two timelines as a self-contained HTML page."""
     runs = [
         {"settings": steps[0].settings, "steps": list(map(shorten, steps))} for steps in timelines
@@ -20,7 +20,7 @@ def make_page(timelines: list[list[Step]]) -> str:
     return read_template().replace("TIMELINES", data)
 
 
-def save_page(timelines: list[list[Step]], path: str) -> None:
+def save_page(timelines: list[list[TracedStep]], path: str) -> None:
     """Write the page of `make_page`. Raises OSError if that fails."""
     Path(path).write_text(make_page(timelines), "utf-8")
 
@@ -30,7 +30,7 @@ def read_template() -> str:
     return Path(__file__).with_name("page.html").read_text("utf-8")
 
 
-def shorten(step: Step) -> Facts:
+def shorten(step: TracedStep) -> Facts:
     """The step as page.html reads it.
 
     A row is [request_id, new_token_ids], and {lane, unusual values} if there are any.

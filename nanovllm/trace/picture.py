@@ -1,6 +1,6 @@
 """Draws a trace as a plot: lanes above, the pool of blocks below. Needs matplotlib (extra plot)."""
 
-from nanovllm.trace.step import BLOCK_STATES, Step
+from nanovllm.trace.step import BLOCK_STATES, TracedStep
 from nanovllm.utils.checks import naming
 
 _COLORS = ("#4c72b0", "#a9bfe0", "#eeeeee")  # in the order of BLOCK_STATES
@@ -11,7 +11,7 @@ _TITLE = (
 )
 
 
-def draw(steps: list[Step], path: str) -> None:
+def draw(steps: list[TracedStep], path: str) -> None:
     """Plot the timeline to a file.
 
     Raises ValueError without matplotlib, or for an unknown suffix.

@@ -3,10 +3,10 @@
 import json
 from pathlib import Path
 
-from nanovllm.trace.step import Facts, Step
+from nanovllm.trace.step import Facts, TracedStep
 
 
-def read(path: str | Path) -> list[Step]:
+def read(path: str | Path) -> list[TracedStep]:
     """Read the steps of a trace.
 
     Raises ValueError for an invalid trace, OSError for an unreadable file.
@@ -27,7 +27,7 @@ class Reader:
     """Collects steps from the events of a trace. The live page gives it events as they happen."""
 
     def __init__(self) -> None:
-        self.steps: list[Step] = []
+        self.steps: list[TracedStep] = []
         self.settings: Facts = {}
 
     def add(self, event: Facts) -> None:
@@ -37,7 +37,7 @@ class Reader:
         if kind == "settings":
             self.settings.update(facts)
         elif kind == "step":
-            self.steps.append(Step(facts, {}, {}, self.settings))
+            self.steps.append(TracedStep(facts, {}, {}, self.settings))
         elif kind == "work":
             self.steps[-1].lanes[lane] = facts
         elif kind == "preemption":

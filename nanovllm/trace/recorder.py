@@ -1,10 +1,10 @@
 """Records the steps of an engine, for a Timeline to write.
 
-Recorder is the last of the engine's extensions. In a step:
+Recorder is the last of the engine's features. In a step:
 
     begin_step, planned      collect admissions and preemptions
     prepared, computed       end their phases
-    watch                    describes the choice that a grammar leaves to the model
+    processed                describes the choice that a grammar leaves to the model
     sampled                  makes a Work for each sequence
     recorded                 completes each Work with the result, and writes the step
 
@@ -24,12 +24,13 @@ import torch
 from torch import Tensor
 
 from nanovllm.batch import Batch
-from nanovllm.engine.extension import Extension
-from nanovllm.engine.model_runner import LogitsProcessor
-from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.feature import Feature
+from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.sequence import Sequence
-from nanovllm.features.speculation.drafts import count_matches
-from nanovllm.trace.step import Facts, Step
+from nanovllm.engine.step import Step
+from nanovllm.layers.penalties import apply_penalties
+from nanovllm.text.vocabulary import Vocabulary
+from nanovllm.trace.step import Facts, TracedStep
 from nanovllm.trace.timeline import Timeline
 from nanovllm.utils.arithmetic import cdiv
 
@@ -43,31 +44,42 @@ class Work:
     """What a step does with a sequence, before its result."""
 
     seq: Sequence
+    lane: int
     length: int  # number of tokens before the step, without the draft
     block_table: list[int]  # a copy
     plan: Facts
 
 
-class Recorder(Extension):
-    """Records what the scheduler plans and what a step results in."""
+class Recorder(Feature):
+    """Records what the scheduler plans and what a step results in.
 
-    scheduler: Scheduler
+    Steps do not overlap, because the phases of a step are measured.
+    """
+
+    serves = "trace"
+    can_overlap = False
 
     def __init__(self, timeline: Timeline) -> None:
         self.timeline = timeline
 
-    def describe_engine(self) -> Facts:
-        """Describe what does not change from step to step."""
-        scheduler = self.scheduler
-        return {
+    def start(self, engine: LLMEngine) -> bool:
+        super().start(engine)
+        scheduler = engine.scheduler
+        settings = {
             "num_blocks": scheduler.block_manager.num_blocks,
             "block_size": scheduler.block_size,
             "max_num_seqs": scheduler.max_num_seqs,
             "max_num_batched_tokens": scheduler.max_num_batched_tokens,
             "policy": scheduler.title,
             "splits_prompts": scheduler.splits_prompts,
-            **scheduler.extensions.describe_settings(),
         }
+        for feature in engine.features:
+            settings |= feature.describe(Step()).settings
+        self.timeline.begin(settings, Vocabulary(engine.tokenizer), engine.warnings.append)
+        return True
+
+    def exit(self) -> None:
+        self.timeline.close()
 
     def reset(self) -> None:
         self.timeline.reset()
@@ -76,36 +88,34 @@ class Recorder(Extension):
         self.timeline.mark_time("start")
         self.new_seqs: set[Sequence] = set()  # admitted in this step
         self.preempted: dict[int, Facts] = {}  # lane -> the sequence, in this step
+        self.logits: list[Tensor] = []  # the parts of the logits that are sampled
         self.choices: dict[Sequence, Facts] = {}  # those that grammars leave
 
-    def planned(self, seqs: list[Sequence]) -> None:
+    def planned(self, step: Step) -> None:
         self.timeline.mark_time("schedule")
 
-    def prepared(self, seqs: list[Sequence], batch: Batch) -> Batch:
+    def prepared(self, step: Step, batch: Batch) -> Batch:
         self.timeline.mark_time("prepare")
         return batch
 
-    def computed(self, batch: Batch, logits: Tensor) -> Tensor:
+    def computed(self, step: Step, logits: Tensor) -> Tensor:
         if logits.is_cuda:
             # Otherwise the forward pass would be measured as sampling.
             torch.cuda.synchronize(logits.device)
         self.timeline.mark_time("forward")
+        self.logits.append(logits)
         return logits
 
-    def watch(self, processors: list[LogitsProcessor]) -> LogitsProcessor:
-        """Return a processor that applies all of them, and records what grammars do."""
-
-        def process(logits: Tensor, rows: list[Sequence]) -> Tensor:
-            processed = logits
-            for each in processors:
-                processed = each(processed, rows)
+    def processed(self, rows: list[Sequence], logits: Tensor) -> Tensor:
+        """Record what grammars leave to the model."""
+        if any([seq.params.structured_outputs is not None for seq in rows]):
+            preferred = torch.cat(self.logits)
+            allowed = apply_penalties(logits, rows)  # as in the step itself, which bans stop tokens
             for row, seq in enumerate(rows):
                 is_first = seq not in self.choices  # other rows follow draft tokens
                 if seq.params.structured_outputs is not None and is_first:
-                    self.choices[seq] = describe_choice(logits[row], processed[row])
-            return processed
-
-        return process
+                    self.choices[seq] = describe_choice(preferred[row], allowed[row])
+        return logits
 
     def admitted(self, seq: Sequence) -> None:
         self.new_seqs.add(seq)
@@ -117,30 +127,38 @@ class Recorder(Extension):
                 "blocks": list(seq.block_table),
             }
 
-    def sampled(self, seqs: list[Sequence], token_ids: list[list[int]]) -> list[list[int]]:
+    def sampled(self, step: Step, token_ids: list[list[int]]) -> list[list[int]]:
         self.timeline.mark_time("sample")
-        self.works = {seq.lane: self._make_work(seq) for seq in seqs}
-        self.plan = self._describe_plan(seqs)
+        info: Facts = {}
+        seqs: dict[Sequence, Facts] = {seq: {} for seq in step.seqs}
+        for feature in self.scheduler.features:
+            description = feature.describe(step)
+            info |= description.step
+            for seq, facts in description.seqs.items():
+                seqs[seq] |= facts
+        self.works = [self._make_work(step, i, seqs[seq]) for i, seq in enumerate(step.seqs)]
+        self.plan = self._describe_plan(step) | info
         return token_ids
 
-    def recorded(self, seqs: list[Sequence]) -> None:
-        lanes = {lane: self._describe_work(work) for lane, work in self.works.items()}
+    def recorded(self, step: Step) -> None:
+        lanes: dict[int, Facts] = {}
+        for work, num_logits in zip(self.works, step.num_logits):
+            lanes[work.lane] = self._describe_work(work, max(0, num_logits - 1))
         info = self.plan | self._describe_result()
-        self.timeline.write_step(Step(info, lanes, self.preempted))
+        self.timeline.write_step(TracedStep(info, lanes, self.preempted))
 
-    def _describe_plan(self, seqs: list[Sequence]) -> Facts:
+    def _describe_plan(self, step: Step) -> Facts:
         """Facts about the step, before its result."""
         scheduler = self.scheduler
-        kinds = {work.plan["kind"] for work in self.works.values()}
+        kinds = {work.plan["kind"] for work in self.works}
         waiting = islice(scheduler.waiting, _NUM_WAITING)
         free = islice(scheduler.block_manager.free_block_ids, _NUM_FREE)
         return {
             "kind": "mixed" if len(kinds) > 1 else kinds.pop(),
-            "num_tokens": sum(seq.num_scheduled_tokens for seq in seqs),
+            "num_tokens": sum(step.num_tokens),
             "waiting_requests": [(seq.seq_id, len(seq.token_ids)) for seq in waiting],
             "running_requests": [seq.seq_id for seq in scheduler.running],
             "next_free_blocks": list(free),
-            **scheduler.extensions.describe_step(),
         }
 
     def _describe_result(self) -> Facts:
@@ -152,19 +170,19 @@ class Recorder(Extension):
             **scheduler.block_manager.count_states(),
         }
 
-    def _make_work(self, seq: Sequence) -> Work:
+    def _make_work(self, step: Step, index: int, features: Facts) -> Work:
         """Facts about what the step computes of a sequence, before its result."""
-        features = self.scheduler.extensions.describe_sequence(seq)
+        seq = step.seqs[index]
         num_draft_tokens = len(features.get("draft_token_ids", ()))
         length = len(seq.token_ids) - num_draft_tokens
         block_table = list(seq.block_table)
         is_new = seq in self.new_seqs
         start = seq.num_computed_tokens
-        end = start + seq.num_scheduled_tokens - num_draft_tokens
+        end = start + step.num_tokens[index] - num_draft_tokens
         num_known_blocks = 0 if is_new else cdiv(start, self.scheduler.block_size)
         facts = {
             "request_id": seq.seq_id,
-            "kind": "decode" if seq.is_decode else "prefill",
+            "kind": "decode" if step.is_decode(index) else "prefill",
             "num_tokens": end - start,
             "num_reused_tokens": start if is_new else 0,
             "blocks": block_table[num_known_blocks:],
@@ -175,13 +193,12 @@ class Recorder(Extension):
         if is_new:
             facts["num_prompt_tokens"] = seq.num_prompt_tokens
             facts["token_ids"] = seq.token_ids[:length]
-        return Work(seq, length, block_table, facts)
+        return Work(seq, seq.lane, length, block_table, facts)
 
-    def _describe_work(self, work: Work) -> Facts:
+    def _describe_work(self, work: Work, num_accepted: int) -> Facts:
         """The plan, and facts about what the step has added to a sequence."""
         seq = work.seq
         new_token_ids = seq.token_ids[work.length :]
-        num_accepted = count_matches(work.plan.get("draft_token_ids", []), new_token_ids)
         end = work.length + num_accepted
         return {
             **work.plan,

@@ -9,7 +9,7 @@ BLOCK_STATES = ("used", "reusable", "empty")
 
 
 @dataclass
-class Step:
+class TracedStep:
     """One step. The names of its facts are those that the page and the text read."""
 
     info: Facts  # about the whole step

@@ -4,7 +4,7 @@ import re
 from itertools import accumulate
 from textwrap import wrap
 
-from nanovllm.trace.step import BLOCK_STATES, Step
+from nanovllm.trace.step import BLOCK_STATES, TracedStep
 
 _NAME_WIDTH = 10  # width of the column of row names
 # What the cells of lanes can contain: a pattern of it, and an example with its meaning.
@@ -22,7 +22,7 @@ _COUNTERS = (
 _WINDOW = "window: used blocks of the second pool during the step, of {}"
 
 
-def render(steps: list[Step], width: int = 100) -> str:
+def render(steps: list[TracedStep], width: int = 100) -> str:
     """Render the first steps, as many as fit into `width` columns, and a legend."""
     rows = {"step": [str(index) for index in range(len(steps))]}
     for lane in sorted({lane for step in steps for lane in (*step.lanes, *step.preempted)}):
@@ -51,7 +51,7 @@ def render(steps: list[Step], width: int = 100) -> str:
     return "\n".join(lines)
 
 
-def _cell(step: Step, lane: int) -> str:
+def _cell(step: TracedStep, lane: int) -> str:
     """What a lane did in a step."""
     work = step.preempted.get(lane) or step.lanes.get(lane)
     if work is None:

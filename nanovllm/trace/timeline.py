@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from nanovllm.text.vocabulary import Vocabulary
-from nanovllm.trace.step import BLOCK_STATES, Facts, Step
+from nanovllm.trace.step import BLOCK_STATES, Facts, TracedStep
 
 Event = Facts
 
@@ -81,7 +81,7 @@ class Timeline:
         """Record the end of a phase in microseconds, or "start". The last call for it counts."""
         self.times[phase] = time.perf_counter_ns() // 1000
 
-    def write_step(self, step: Step) -> None:
+    def write_step(self, step: TracedStep) -> None:
         """Write a step as events. Of its lists and texts, only those that have changed or are new.
 
         Its work and its preemptions get names from their `kind` and `request_id`.

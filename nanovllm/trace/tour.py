@@ -1,23 +1,24 @@
 """A tour of the scheduler: four requests under each policy, and two steps as the model gets them.
 
-example.py prints it. LLM imports this folder, so the tour must not import LLM and gets it as an
-argument. Any engine can be watched in this way: add an Extension to those of its scheduler.
+example.py prints it. Any engine can be watched in this way: add a feature to it.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from nanovllm.batch import Batch
-from nanovllm.engine.block_manager import Block
-from nanovllm.engine.extension import Extension
+from nanovllm.config import Config
+from nanovllm.engine.feature import Feature
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.scheduler import POLICIES
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step import Step
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.trace.reader import read
-from nanovllm.trace.step import Step
+from nanovllm.trace.recorder import Recorder
+from nanovllm.trace.step import TracedStep
 from nanovllm.trace.text import render
+from nanovllm.trace.timeline import TraceFile
 
 # Four requests of 22, 16, 30 and 9 tokens. B is a prefix of A, and arrives with C and D later.
 PROMPTS = {
@@ -28,7 +29,7 @@ PROMPTS = {
 }
 NUM_OUTPUT_TOKENS = 14
 NUM_STEPS_OF_A = 3  # before the others arrive
-OPTIONS = {
+OPTIONS: dict[str, Any] = {
     "kvcache_block_size": 4,
     "num_kvcache_blocks": 24,
     "max_num_batched_tokens": 32,
@@ -43,68 +44,63 @@ REMARK = """\
   step fills and caches it."""
 
 
-def show_scheduling(llm_class: Callable[..., LLMEngine], model: str) -> list[list[Step]]:
-    """Print the timelines of the four requests under each policy, and return them.
-
-    `llm_class` is LLM, and `model` is the demo model.
-    """
+def show_scheduling(model: str) -> list[list[TracedStep]]:
+    """Print the timelines of the four requests under each policy, and return them."""
     print(
         f"\n--- Inside the scheduler: 4 requests of {NUM_OUTPUT_TOKENS} output tokens,"
         " 24 blocks of 4 tokens, at most 32 tokens per step\n"
     )
     for name, prompt in PROMPTS.items():
         print(f"{name}: {prompt}")
-    timelines: list[list[Step]] = []
+    timelines: list[list[TracedStep]] = []
     for name, policy in POLICIES.items():
         with TemporaryDirectory() as directory:
             trace = Path(directory, "trace.json")
-            with llm_class(model, trace=trace, policy=name, **OPTIONS) as llm:
+            config = Config.from_options(model, trace=trace, policy=name, **OPTIONS)
+            with LLMEngine(config, [Recorder(TraceFile(trace))]) as engine:
                 if not timelines:
-                    printer = StepPrinter(llm.scheduler.block_manager.blocks)
-                    llm.scheduler.extensions.features += (printer,)
-                serve(llm)
+                    engine.add_feature(StepPrinter())
+                serve(engine)
             timelines.append(read(trace))
         print(f"\n{policy.title}\n{render(timelines[-1])}")
     return timelines
 
 
-def serve(llm: LLMEngine) -> None:
+def serve(engine: LLMEngine) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUT_TOKENS, ignore_eos=True)
     first, *others = PROMPTS.values()
-    llm.add_request(first, params)
+    engine.add_request(first, params)
     for _ in range(NUM_STEPS_OF_A):
-        llm.step()
+        engine.step()
     for prompt in others:
-        llm.add_request(prompt, params)
-    while not llm.is_finished():
-        llm.step()
+        engine.add_request(prompt, params)
+    while not engine.is_finished():
+        engine.step()
 
 
-class StepPrinter(Extension):
+class StepPrinter(Feature):
     """Prints the steps of SHOWN_BLOCKS as the model receives them."""
 
-    def __init__(self, blocks: list[Block]) -> None:
-        self.blocks = blocks
-        self.step = -1
+    number = -1  # of the step
 
-    def prepared(self, seqs: list[Sequence], batch: Batch) -> Batch:
-        self.step += 1
-        if self.step not in SHOWN_BLOCKS:
+    def prepared(self, step: Step, batch: Batch) -> Batch:
+        self.number += 1
+        if self.number not in SHOWN_BLOCKS:
             return batch
-        print(f"\nStep {self.step} as the model receives it (slot = block * 4 + position % 4)")
-        for index, seq in enumerate(seqs):
+        print(f"\nStep {self.number} as the model receives it (slot = block * 4 + position % 4)")
+        for index, seq in enumerate(step.seqs):
             start, end = batch.cu_seqlens_q[index : index + 2].tolist()
             num_cached = int(batch.positions[start])
             name = list(PROMPTS)[seq.seq_id]
             print(f"  {name}: {num_cached} tokens in the KV cache, {end - start} to compute")
             print(f"     block_table  {seq.block_table}")
             print(f"     slot_mapping {batch.slot_mapping[start:end].tolist()}")
-        for block_id in SHOWN_BLOCKS[self.step]:
-            block = self.blocks[block_id]
+        for block_id in SHOWN_BLOCKS[self.number]:
+            block = self.scheduler.block_manager.blocks[block_id]
             state = "not cached"
             if block.is_cached:
                 state = f"cached, hash {block.hash:032x}, tokens {block.token_ids}"
             print(f"  block {block_id}: {state}")
-        if self.step == min(SHOWN_BLOCKS):
+        if self.number == min(SHOWN_BLOCKS):
             print(REMARK)
         return batch

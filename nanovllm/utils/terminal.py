@@ -7,7 +7,7 @@ from contextlib import suppress
 
 
 def report(message: str) -> None:
-    """Print a line about the engine or the server to stderr, if somebody reads it."""
+    """Print a line about the engine or the server to stderr, if that is open."""
     if sys.stderr is not None:  # print would take stdout
         with suppress(OSError):  # the reader has ended, or the disk is full
             print(f"nanovllm: {message}", file=sys.stderr, flush=True)

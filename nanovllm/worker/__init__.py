@@ -5,7 +5,6 @@ startup.py         makes a worker: loads weights, optimizes layers, sizes and al
 cache_plan.py      how many blocks and lanes fit into memory
 memory.py          measures the memory of a GPU or of a machine
 dummy_steps.py     steps before the first request: self-tests, profile run, warm-up runs
-dummy_sampling.py  sampling in these steps
 state_slots.py     where recurrent states are kept
 executor.py        drives the workers of all ranks
 rank_process.py    the processes of ranks 1 and up, started by rank 0 or by torchrun

@@ -22,11 +22,15 @@ def run_dummy_step(worker: Worker, query_lens: list[int]) -> Tensor:
     return worker.compute_logits(worker.compute(make_dummy_batch(worker, query_lens)))
 
 
-def make_dummy_batch(worker: Worker, query_lens: list[int]) -> Batch:
-    """A batch of whole prompts in block 0. Kernels are launched for contexts of max_model_len."""
+def make_dummy_batch(worker: Worker, query_lens: list[int], num_computed_tokens: int = 0) -> Batch:
+    """Make a batch in block 0, with `num_computed_tokens` in the context of each sequence.
+
+    Kernels are launched for contexts of max_model_len.
+    """
     width = worker.block_table_width
     block_tables = torch.zeros(len(query_lens), width, dtype=torch.int32, device="cpu")
-    batch = make_batch(query_lens, query_lens, block_tables, worker.block_size)
+    context_lens = [num_computed_tokens + query_len for query_len in query_lens]
+    batch = make_batch(query_lens, context_lens, block_tables, worker.block_size)
     return replace(
         batch,
         # Captured steps have 0, so a replay that does not read its input is noticed.

@@ -11,12 +11,14 @@ All ranks run the same steps in the same order, because these have collective op
 """
 
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from nanovllm.batch import Batch
 from nanovllm.checkpoints.tensor_files import open_weights
 from nanovllm.config import MAX_DRAFT_STEP, Config
 from nanovllm.layers import attention
@@ -36,7 +38,7 @@ from nanovllm.worker.dummy_steps import (
 from nanovllm.worker.memory import MemoryMeter, release_free_memory, show_bytes
 from nanovllm.worker.process_groups import Place, connect
 from nanovllm.worker.state_slots import StateSlots
-from nanovllm.worker.worker import Worker
+from nanovllm.worker.worker import Worker, run_step
 
 _DEFAULT_MAX_MODEL_LEN = 4096
 
@@ -215,15 +217,21 @@ def allocate(worker: Worker, num_blocks: int, num_window_blocks: int, num_lanes:
     worker.num_lanes = num_lanes
 
 
+def make_step(worker: Worker) -> Callable[[Batch], Tensor]:
+    """Return what a CUDA graph captures. It does not refer to the worker, which has the graphs."""
+    return partial(run_step, worker.model, worker.kv_caches, worker.newest_tokens)
+
+
 def capture_graphs(worker: Worker, num_lanes: int, only_largest: bool = False) -> None:
     """Capture CUDA graphs of decodes, where there is a GPU for them."""
     config = worker.config
     if worker.kernels is not None and not config.enforce_eager:
         worker.graphs = worker.kernels.capture_decode_steps(
+            make_step(worker),
             worker.model,
             worker.backend,
-            worker.kv_caches,
             make_dummy_batch(worker, [1]),
+            worker.device,
             max_num_seqs=min(num_lanes, worker.max_num_batched_tokens),
             only_largest=only_largest,
         )

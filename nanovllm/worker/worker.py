@@ -4,9 +4,10 @@ A step needs nothing but a Batch, on the host. With several ranks, each of them 
 runs a batch, and the others receive the same batch and compute their share in `serve`.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -45,6 +46,17 @@ class Worker:
     kv_caches: list[Tensor] = field(default_factory=list)  # each layer's K/V or states
     graphs: Any = None  # CudaGraphs, or None
 
+    def __post_init__(self) -> None:
+        # What the newest step has sampled, at a fixed address, which CUDA graphs read. A step has
+        # at most max_num_logits rows, and a warm-up step may have two.
+        num_rows = max(2, self.max_num_logits)
+        self.newest_tokens = torch.zeros(num_rows, dtype=torch.int64, device=self.device)
+
+    def keep_tokens(self, tokens: Tensor) -> None:
+        """Keep the tokens of a step [num_rows] for the pending ids of the next one, on rank 0."""
+        # -1, of logits that are NaN, is no index of an embedding.
+        self.newest_tokens[: len(tokens)].copy_(tokens.clamp(min=0))
+
     def execute(self, batch: Batch) -> Tensor:
         """As `compute`, on rank 0. The other ranks compute their shares in `serve`."""
         if self.tp.size > 1:
@@ -58,9 +70,15 @@ class Worker:
         Return hidden states [num_logits, hidden_size]. They are valid until the next call, because
         a CUDA graph writes to the same memory each time.
         """
+        has_pending_tokens = bool((np.asarray(batch.input_ids) < 0).any())
+        if has_pending_tokens:
+            self.tp.broadcast(self.newest_tokens)
         if self.graphs is not None and batch.max_seqlen_q == 1:
             return self.graphs.run(batch)
-        return self.model(copy_to(batch, self.device), self.kv_caches)
+        batch = copy_to(batch, self.device)
+        if has_pending_tokens:
+            batch = fill_pending(batch, self.newest_tokens)
+        return self.model(batch, self.kv_caches)
 
     @torch.inference_mode()
     def compute_logits(self, hidden: Tensor) -> Tensor:
@@ -119,3 +137,17 @@ class Worker:
     def block_table_width(self) -> int:
         """The blocks of the longest sequence."""
         return cdiv(self.max_model_len, self.block_size)
+
+
+def fill_pending(batch: Batch, newest_tokens: Tensor) -> Batch:
+    """Replace each id ~row of a batch on its device by the newest token of this row."""
+    ids = batch.input_ids
+    pending = newest_tokens[(~ids).clamp(min=0)].int()
+    return replace(batch, input_ids=ids.where(ids >= 0, pending))
+
+
+def run_step(
+    model: CausalLM, kv_caches: list[Tensor], newest_tokens: Tensor, batch: Batch
+) -> Tensor:
+    """Run the model on a batch on its device. A CUDA graph captures this, without the worker."""
+    return model(fill_pending(batch, newest_tokens), kv_caches)

@@ -432,4 +432,4 @@ def test_decodes_and_prefills_are_timed_apart(query_len):
     compare_with_torch(backend, make_shape(), shape, CPU, FLOAT32, TOLERANCES["float32"])
     (batch,) = seen
     assert batch.max_seqlen_q == query_len
-    assert len(batch.prefills) == (2 if query_len > 1 else 0)
+    assert len(batch.long_queries) == (2 if query_len > 1 else 0)

@@ -107,14 +107,13 @@ def test_an_interrupt_within_an_abort_leaves_no_sample(make_llm):
     llm.requests = dict(llm.requests)
     generate_ids(llm, [4, 5], GREEDY)
     assert not llm.requests
-    assert not llm.samples_by_request
 
 
 class ShortestPromptFirst(Scheduler):
-    def plan(self):
+    def plan(self, step):
         seqs = sorted(self.waiting, key=lambda seq: seq.num_prompt_tokens)
         self.waiting = OrderedDict.fromkeys(seqs)
-        return super().plan()
+        super().plan(step)
 
 
 @pytest.mark.parametrize("policy, max_num_seqs", [(Scheduler, 4), (ShortestPromptFirst, 1)])
@@ -172,7 +171,7 @@ def test_torchs_random_state_is_untouched(make_llm):
 def test_lanes_are_as_many_as_can_run(make_llm):
     """A running sequence holds a block, so more lanes than blocks would waste memory."""
     llm = make_llm(max_num_seqs=10**9)
-    assert llm.model_runner.num_lanes == llm.stats["num_blocks"]
+    assert llm.scheduler.max_num_seqs == llm.stats["num_blocks"]
     assert len(generate_ids(llm, [[1]] * 90, greedy(2))) == 90
 
 

@@ -20,6 +20,8 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.backends import BACKENDS
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduler import POLICIES
+from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step import Step
 from nanovllm.utils.arithmetic import cdiv
 
 
@@ -126,21 +128,16 @@ def test_a_batch_looks_as_drawn_in_batch_py():
     """A prompt of 3 tokens, a decode at position 7, and the last chunk of a prompt of 6 tokens."""
     tables = np.zeros((3, 4), np.int32)
     tables[1, :2] = [2, 6]  # copied when an earlier step entered the block
-    runner = SimpleNamespace(block_tables=tables, window_tables=None, block_size=4)
-    seqs = []
+    runner = SimpleNamespace(block_tables=tables, block_size=4)
+    step = Step()
     plans = [(0, 3, [5]), (7, 1, [2, 6]), (4, 2, [1, 9])]
-    for num_computed, num_scheduled, block_table in plans:
-        seqs.append(
-            SimpleNamespace(
-                lane=len(seqs),
-                token_ids=range(10, 20),
-                block_table=block_table,
-                num_computed_tokens=num_computed,
-                num_scheduled_tokens=num_scheduled,
-                num_logits=1,
-            )
-        )
-    batch = ModelRunner.prepare_batch(runner, seqs)
+    for lane, (num_computed, num_tokens, block_table) in enumerate(plans):
+        seq = Sequence(lane, list(range(10, 20)), SamplingParams())
+        seq.lane = lane
+        seq.block_table = block_table
+        seq.num_computed_tokens = num_computed
+        step.add(seq, num_tokens, num_logits=1)
+    batch = ModelRunner.prepare_batch(runner, step)
     expected = dict(
         input_ids=[10, 11, 12, 17, 14, 15],
         positions=[0, 1, 2, 7, 4, 5],
@@ -153,51 +150,9 @@ def test_a_batch_looks_as_drawn_in_batch_py():
         write_slots=[2, 3, 4],
         window_slots=[],
         window_tables=[[], [], []],
-        prefills=[0, 2],
+        long_queries=[0, 2],
         max_seqlen_q=3,
         max_seqlen_k=8,
     )
     for name, value in vars(batch).items():
         assert np.asarray(value).tolist() == expected[name], name
-
-
-@pytest.mark.parametrize("has_second_pool", [False, True])
-def test_decodes_alone_are_flattened_as_beside_a_chunk(has_second_pool):
-    """A step of decodes takes a faster path."""
-    window_tables = None
-    if has_second_pool:
-        window_tables = np.array([[0, 5, 0], [0, 1, 7], [0, 0, 2], [4, 0, 0]], np.int32)
-
-    def prepare(lanes):
-        tables = np.array([[3, 8, 0], [2, 6, 0], [1, 5, 9], [7, 0, 0]], np.int32)
-        runner = SimpleNamespace(block_tables=tables, window_tables=window_tables, block_size=4)
-        seqs = []
-        for lane in lanes:
-            block_table = [[3, 8], [2, 6, 4], [1, 5, 9], [7]][lane]
-            num_computed, num_scheduled = [(5, 1), (8, 1), (11, 1), (0, 3)][lane]
-            seqs.append(
-                SimpleNamespace(
-                    lane=lane,
-                    token_ids=range(100 * lane, 100 * lane + 12),
-                    block_table=block_table,
-                    num_computed_tokens=num_computed,
-                    num_scheduled_tokens=num_scheduled,
-                    num_logits=1,
-                )
-            )
-        return ModelRunner.prepare_batch(runner, seqs)
-
-    alone, beside = prepare([0, 1, 2]), prepare([0, 1, 2, 3])
-    assert alone.block_tables.tolist() == [[3, 8, 0], [2, 6, 4], [1, 5, 9]]
-    assert alone.slot_mapping.tolist() == [8 * 4 + 1, 4 * 4, 9 * 4 + 3]
-    if has_second_pool:
-        assert alone.window_tables.tolist() == window_tables[:3].tolist()
-        assert alone.window_slots.tolist() == [5 * 4 + 1, 7 * 4, 2 * 4 + 3]
-        assert beside.window_slots.tolist()[3:] == [4 * 4, 4 * 4 + 1, 4 * 4 + 2]
-    for name, value in vars(alone).items():
-        if isinstance(value, np.ndarray):
-            expected = getattr(beside, name)
-            assert value.dtype == expected.dtype == np.int32, name
-            assert name == "prefills" or np.array_equal(value, expected[: len(value)]), name
-    assert len(alone.prefills) == 0
-    assert (alone.max_seqlen_q, alone.max_seqlen_k) == (1, beside.max_seqlen_k)

@@ -1,24 +1,27 @@
 """What a step does to a sequence besides its number of tokens, and when features learn of it."""
 
+import random
+
+import pytest
+from conftest import attach, finish_step
 from test_scheduler import make_scheduler, make_sequence, run_step, run_steps
 
 from nanovllm import SamplingParams
-from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.extension import Extension
+from nanovllm.engine.feature import Feature
 from nanovllm.engine.scheduler import PrefillFirstScheduler, Scheduler
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step import Step
 
 POINTS = (
-    "begin_step limit_prefix may_start admitted limit_tokens scheduled planned sampled releasing"
-    " finished recorded"
+    "begin_step limit_prefix may_start admitted limit_tokens scheduled planned sampled advanced"
+    " releasing finished recorded"
 ).split()
 
 
-class Recorder(Extension):
+class Recorder(Feature):
     """Remembers the calls of all points of the scheduler."""
 
     def __init__(self):
-        super().__init__()
         self.calls = []
 
     def __getattribute__(self, name):
@@ -29,7 +32,8 @@ class Recorder(Extension):
 
 def test_the_points_of_a_step_are_called_in_their_order():
     recorder = Recorder()
-    scheduler = Scheduler(BlockManager(8, 4), 4, 16, [recorder])
+    scheduler = make_scheduler()
+    attach(scheduler, recorder)
     scheduler.add(make_sequence(0, prompt_len=3, max_tokens=1))
     run_step(scheduler)
     assert recorder.calls == POINTS
@@ -39,7 +43,7 @@ def test_nan_ends_a_sequence_and_its_blocks_are_not_reused():
     scheduler = make_scheduler()
     seq = make_sequence(0, prompt_len=5, max_tokens=4)
     scheduler.add(seq)
-    scheduler.postprocess(scheduler.schedule(), [[-1]])
+    finish_step(scheduler, scheduler.schedule(), [[-1]])
     assert seq.finish_reason == "error"
     assert len(seq.token_ids) == 5
     assert scheduler.block_manager.hash_to_block_id == {}
@@ -76,3 +80,85 @@ def test_prefill_first_splits_a_recomputation_only_if_it_is_first_in_a_step():
             scheduler.block_manager.uncache(block_id)
         scheduler.preempt(seq)
     assert run_steps(scheduler, 2) == [{0: 6}, {1: 6}]
+
+
+def overlap_step(scheduler, in_flight):
+    """Plan a step before the tokens of the last one are known. Return it with its own tokens.
+
+    A token is its position, as in the prompts of make_sequence.
+    """
+    step = scheduler.schedule()
+    for seq in step.seqs:
+        is_admitted_now = seq.num_admitted_tokens == len(seq.token_ids)
+        assert not (seq.has_pending_token and is_admitted_now)
+    scheduler.postprocess(*in_flight)
+    rows, positions = step.list_rows()
+    scheduler.advance(step)
+    assert [seq.token_ids[-1] for seq in rows] == [~row for row in range(len(rows))]
+    return step, step.split(positions)
+
+
+@pytest.mark.parametrize("policy", [Scheduler, PrefillFirstScheduler])
+def test_steps_overlap(policy):
+    """Pending tokens are neither cached nor kept, and no step has a sequence that has its tokens.
+
+    An abort can come while a step is in flight. The pool is small, so sequences are preempted.
+    """
+    num_preemptions = 0
+    for seed in range(60):
+        rng = random.Random(seed)
+        scheduler = make_scheduler(policy, num_blocks=8, budget=rng.randint(16, 20))
+        seqs = []
+        for seq_id in range(6):
+            lengths = rng.randint(1, 12), rng.randint(1, 14)
+            seqs.append(make_sequence(seq_id, *lengths, first_token=seq_id % 2))
+            scheduler.add(seqs[-1])
+        in_flight = Step(), []
+        for index in range(100):
+            in_flight = overlap_step(scheduler, in_flight)
+            assert not any(seq.finish_reason for seq in in_flight[0].seqs)
+            if index == 5 and scheduler.running:
+                scheduler.finish(rng.choice(scheduler.running), "abort")
+            cached = [each.token_ids for each in scheduler.block_manager.blocks]
+            assert not any(token_id < 0 for token_ids in cached for token_id in token_ids)
+        for seq in seqs:
+            assert seq.token_ids == [seq.seq_id % 2, *range(1, len(seq.token_ids))]
+            assert seq.finish_reason == "abort" or len(seq.token_ids) == seq.max_num_tokens
+        assert len(scheduler.block_manager.free_block_ids) == 8
+        num_preemptions += scheduler.num_preemptions
+    assert num_preemptions > 10
+
+
+def test_a_block_that_a_pending_token_fills_is_cached_when_the_token_is_known():
+    scheduler = make_scheduler()
+    seq = make_sequence(0, prompt_len=3, max_tokens=20)
+    scheduler.add(seq)
+    in_flight = Step(), []
+    for num_computed in range(3, 22):
+        in_flight = overlap_step(scheduler, in_flight)
+        assert seq.num_computed_tokens == num_computed
+        assert len(scheduler.block_manager.hash_to_block_id) == num_computed // 4
+
+
+def test_a_preempted_sequence_waits_until_its_pending_token_is_known():
+    scheduler = make_scheduler()
+    seq = make_sequence(0, prompt_len=5, max_tokens=4)
+    scheduler.add(seq)
+    step = scheduler.schedule()
+    scheduler.advance(step)
+    scheduler.preempt(seq)
+    assert scheduler.schedule().seqs == []
+    scheduler.postprocess(step, [[7]])
+    assert scheduler.schedule().seqs == [seq]
+    assert seq.token_ids[-1] == 7
+
+
+def test_a_pending_token_that_is_the_last_one_is_not_computed():
+    scheduler = make_scheduler()
+    seq = make_sequence(0, prompt_len=5, max_tokens=1)
+    scheduler.add(seq)
+    step = scheduler.schedule()
+    scheduler.advance(step)
+    assert scheduler.schedule().seqs == []
+    scheduler.postprocess(step, [[7]])
+    assert seq.finish_reason == "length"

@@ -1,6 +1,7 @@
 """What ends a sequence, in which order, and what its text is then."""
 
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 from conftest import generate_ids, greedy, random_prompt
@@ -20,10 +21,11 @@ def say(demo, monkeypatch):
 
     def say(token_ids, prompt_len=1, **params):
         script = iter(token_ids)
-        monkeypatch.setattr(demo.model_runner, "forward", lambda seqs: None)  # saves its time
+        monkeypatch.setattr(demo.model_runner, "forward", lambda step: None)  # saves its time
         monkeypatch.setattr(
-            ModelRunner, "sample", lambda self, logits, seqs: ([[next(script)]], None)
+            ModelRunner, "sample", lambda self, logits, step: SimpleNamespace(step=step)
         )
+        monkeypatch.setattr(ModelRunner, "read", lambda self, sampled: ([[next(script)]], None))
         params = SamplingParams(**{"max_tokens": len(token_ids), **params})
         return list(demo.stream([0] * prompt_len, params))
 

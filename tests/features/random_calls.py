@@ -6,7 +6,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from conftest import check_invariants, find_extension
+from conftest import check_invariants, find_feature
 from event_interrupts import ENGINE, PACKAGE, EventInterrupts, at_event
 from random_engines import Case
 
@@ -64,6 +64,9 @@ class Calls:
         self.has_ended_early = False  # by an abort or an interrupt
         self.trace_path = directory / "trace.json" if rng.random() < 0.2 else None
         self.llm = case.make_llm(trace=self.trace_path)
+        # As on a GPU, where each step is launched before the tokens of the last one are read.
+        if all(feature.can_overlap for feature in self.llm.features):
+            self.llm.overlaps = rng.random() < 0.7
         self._watch_steps()
         if case.options["num_speculative_tokens"]:
             self._draft_often()
@@ -84,8 +87,8 @@ class Calls:
         for job in set(self.waiting):
             for output in self.case.expect(self.case.generate, job):
                 answers.append(output["prompt_token_ids"] + output["token_ids"])
-        drafts: Any = find_extension(self.llm, Drafts)
-        drafts.costs.choose_count = lambda seqs, num_tokens, candidates: len(candidates)
+        drafts: Any = find_feature(self.llm, Drafts)
+        drafts.costs.choose_count = lambda step, candidates: len(candidates)
         drafts.make_proposer = lambda token_ids: Foresight(token_ids, answers)
 
     def run(self) -> None:
@@ -121,7 +124,7 @@ class Calls:
         if request_id is INTERRUPTED:
             self.waiting.append(job)
             return
-        samples = list(self.llm.samples_by_request[request_id])
+        samples = list(self.llm.requests[request_id])
         self.jobs.update(dict.fromkeys(samples, job))
 
     def abort(self) -> None:
@@ -286,8 +289,7 @@ def check_idle(llm: LLM) -> None:
     """Check that nothing of any request is left."""
     check_invariants(llm)
     assert not llm.requests
-    assert not llm.samples_by_request
     assert not llm.scheduler.waiting
     assert llm.stats["num_free_blocks"] == llm.stats["num_blocks"]
     if llm.config.num_speculative_tokens:
-        assert not find_extension(llm, Drafts).proposals
+        assert not find_feature(llm, Drafts).proposals

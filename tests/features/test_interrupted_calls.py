@@ -8,12 +8,13 @@ from contextlib import suppress
 from unittest.mock import patch
 
 import pytest
-from conftest import copy_tokenizer, find_extension, make_checkpoint
+from conftest import copy_tokenizer, find_feature, make_checkpoint
 from event_interrupts import ENGINE, EventInterrupts, at_event
 from random_calls import check_idle
 from random_engines import find_difference
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.feature import Feature
 from nanovllm.engine.request import Request
 from nanovllm.features.speculation.drafts import Drafts
 
@@ -31,15 +32,30 @@ FREE = SamplingParams(seed=1, n=2, max_tokens=8, logprobs=1, prompt_logprobs=0, 
 REQUESTS = [(PROMPT, CONSTRAINED), ("the cat the cat the cat", FREE)]
 
 
+OPTIONS = {"num_kvcache_blocks": 64, "kvcache_block_size": 4, "max_model_len": 100}
+
+
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory):
+def model(tmp_path_factory):
     directory = tmp_path_factory.mktemp("interrupted")
     make_checkpoint(directory, vocab_size=805, num_hidden_layers=1)
     copy_tokenizer(directory)
-    options = {"num_kvcache_blocks": 64, "kvcache_block_size": 4, "max_model_len": 100}
-    llm = LLM(directory, num_speculative_tokens=3, **options)
-    costs = find_extension(llm, Drafts).costs
-    costs.choose_count = lambda seqs, num_tokens, found: len(found)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def llm(model):
+    llm = LLM(model, num_speculative_tokens=3, **OPTIONS)
+    costs = find_feature(llm, Drafts).costs
+    costs.choose_count = lambda step, found: len(found)
+    return llm
+
+
+@pytest.fixture(scope="module")
+def overlapping(model):
+    """An engine without drafts. Each call is interrupted while a step is in flight."""
+    llm = LLM(model, **OPTIONS)
+    llm.overlaps = True
     return llm
 
 
@@ -53,7 +69,7 @@ def expected(llm):
 def start(llm):
     """Add the requests. Return the samples of all of them."""
     ids = [llm.add_request(*request) for request in REQUESTS]
-    return [sample for request_id in ids for sample in llm.samples_by_request[request_id]]
+    return [sample for request_id in ids for sample in llm.requests[request_id]]
 
 
 def finish(llm, requests):
@@ -115,7 +131,7 @@ def interrupt(llm, call, num_steps, is_chosen):
         print(interrupt)
     if call in (generate, stream):
         llm.step()  # resets the engine if it was interrupted
-        assert set(llm.requests.values()) <= set(requests), "the call has cancelled its own"
+        assert set(llm._list_requests()) <= set(requests), "the call has cancelled its own"
     return finish(llm, requests)
 
 
@@ -134,10 +150,8 @@ def check(outputs, expected, call):
             assert output is outputs[0]
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_an_interrupt_at_each_place_changes_no_result(llm, expected, name):
-    """At calls and returns, and in requests, whose state a reset rolls back, at lines, too."""
-    call, num_steps, distance = CALLS[name]
+def interrupt_at_places(llm, expected, name, distance):
+    call, num_steps, _ = CALLS[name]
     places = []
     for place in dict.fromkeys(list_events(llm, call, num_steps)[:NUM_EVENTS]):
         path, _, kind = place
@@ -147,9 +161,42 @@ def test_an_interrupt_at_each_place_changes_no_result(llm, expected, name):
         check(interrupt(llm, call, num_steps, place.__eq__), expected, call)
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("name", CALLS)
-def test_an_interrupt_at_each_event_changes_no_result(llm, expected, name):
+def test_an_interrupt_at_each_place_changes_no_result(llm, expected, name):
+    """At calls and returns, and in requests, whose state a reset rolls back, at lines, too."""
+    *_, distance = CALLS[name]
+    interrupt_at_places(llm, expected, name, distance)
+
+
+@pytest.mark.parametrize("name, distance", [("a step", 6), ("a reset", 20), ("abort", 4)])
+def test_an_interrupt_with_a_step_in_flight_changes_no_result(
+    overlapping, expected, name, distance
+):
+    interrupt_at_places(overlapping, expected, name, distance)
+
+
+def test_a_feature_is_added_after_an_interrupt(model, expected):
+    """The step in flight cannot be completed, so the engine is reset first."""
+    llm = LLM(model, **OPTIONS)
+    llm.overlaps = True
+    requests = start(llm)
+    for _ in range(3):
+        llm.step()
+    with patch.object(llm.scheduler, "advance", side_effect=KeyboardInterrupt):
+        with suppress(KeyboardInterrupt):
+            llm.step()
+    feature = Feature()
+    feature.can_overlap = False
+    llm.add_feature(feature)
+    assert not llm.overlaps
+    check(finish(llm, requests), expected, step)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("engine", ["llm", "overlapping"])
+@pytest.mark.parametrize("name", CALLS)
+def test_an_interrupt_at_each_event_changes_no_result(request, expected, name, engine):
+    llm = request.getfixturevalue(engine)
     call, num_steps, _ = CALLS[name]
     for number in range(len(list_events(llm, call, num_steps))):
         check(interrupt(llm, call, num_steps, at_event(number)), expected, call)

@@ -7,7 +7,7 @@ import warnings
 from unittest.mock import patch
 
 import pytest
-from conftest import check_invariants, generate_ids, random_prompt
+from conftest import check_invariants, disturb_logits, generate_ids, random_prompt
 from front_helpers import GREEDY, PROMPTS, finish, interrupt_in
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
@@ -227,17 +227,9 @@ def test_an_interrupted_report_is_repeated(demo):
 def test_a_warning_that_raises_interrupts_no_step(tiny, make_llm):
     """It comes after the step, and nothing is computed again."""
     llm = make_llm()
-    sample = llm.model_runner.sample
     bad = llm.add_request([1], GREEDY)
     good = llm.add_request(PROMPTS[0], GREEDY)
-
-    def sample_nan(logits, seqs):
-        token_ids, logprobs = sample(logits, seqs)
-        if seqs[0].seq_id == bad:
-            token_ids[0] = [-1]
-        return token_ids, logprobs
-
-    llm.model_runner.sample = sample_nan
+    disturb_logits(llm, lambda seq: seq.seq_id == bad)
     message = f"request {bad} ends with an error: its logits are NaN"
     with warnings.catch_warnings(), pytest.raises(RuntimeWarning, match=message):
         warnings.simplefilter("error")

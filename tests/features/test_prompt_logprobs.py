@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import check_invariants, find_extension, generate_ids, greedy, random_prompt
+from conftest import check_invariants, find_feature, generate_ids, greedy, random_prompt
 
 from nanovllm import SamplingParams
 from nanovllm.features.speculation.drafts import Drafts
@@ -63,7 +63,7 @@ def test_they_match_transformers(tiny, make_llm, check, options):
 def test_a_scored_request_can_have_drafts(tiny, make_llm, check):
     _, oracle = tiny
     llm = make_llm(num_speculative_tokens=3, max_num_seqs=4)
-    find_extension(llm, Drafts).costs.with_drafts = [1e-9] * 20  # every draft pays
+    find_feature(llm, Drafts).costs.with_drafts = [1e-9] * 20  # every draft pays
     (output,) = llm.generate([60], SCORING, use_tqdm=False)
     assert llm.stats["num_draft_tokens"] > 0
     assert output["token_ids"] == oracle([60], 6)

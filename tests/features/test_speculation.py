@@ -8,8 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import (
+    attach,
     check_invariants,
-    find_extension,
+    find_feature,
+    finish_step,
     make_batch,
     make_checkpoint,
     make_shape,
@@ -24,6 +26,7 @@ from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.scheduler import PrefillFirstScheduler, Scheduler
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step import Step
 from nanovllm.features.recurrent_states import RecurrentStates
 from nanovllm.features.speculation.costs import StepCosts, measure_costs
 from nanovllm.features.speculation.drafts import (
@@ -39,11 +42,16 @@ FREE = [0.0, *[1.0] * 256]  # costs of steps in which drafts cost nothing
 
 
 def make_scheduler(drafts, block_manager, policy=Scheduler, has_states=False, **limits):
-    extensions = [drafts]
+    scheduler = policy(block_manager, **limits)
+    features = [drafts]
     if has_states:
         config = Config("", num_speculative_tokens=7, enable_prefix_caching=False)
-        extensions.append(RecurrentStates(StateSlots(config, limits["max_num_seqs"])))
-    return policy(block_manager, extensions=extensions, **limits)
+        states = RecurrentStates()
+        states.state_slots = StateSlots(config, limits["max_num_seqs"])
+        states.snapshot_slots = range(0)
+        features.append(states)
+    attach(scheduler, *features)
+    return scheduler
 
 
 def draft_freely(drafts, propose):
@@ -54,7 +62,7 @@ def draft_freely(drafts, propose):
 
 
 def draft_sevens():
-    drafts = Drafts(7, StepCosts(FREE, FREE))
+    drafts = Drafts()
     draft_freely(drafts, lambda _, num_tokens: [7] * num_tokens)
     return drafts
 
@@ -69,7 +77,7 @@ def foresee(llm, outputs):
         end = min(start + num_tokens, len(answer))
         return [answer[position] if position % 5 else 0 for position in range(start, end)]
 
-    draft_freely(find_extension(llm, Drafts), propose)
+    draft_freely(find_feature(llm, Drafts), propose)
 
 
 def assert_same(ours, theirs):
@@ -90,14 +98,14 @@ def next_token(token_ids):
 
 
 def run_step(scheduler, samples=()):
-    seqs = scheduler.schedule()
-    plan = {seq.seq_id: seq.num_scheduled_tokens for seq in seqs}
+    step = scheduler.schedule()
+    plan = {seq.seq_id: num_tokens for seq, num_tokens, _ in step}
     samples = list(samples)
-    for seq in seqs[len(samples) :]:
+    for seq, _, num_logits in list(step)[len(samples) :]:
         end = len(seq.token_ids) + 1
-        contexts = [seq.token_ids[:stop] for stop in range(end - seq.num_logits, end)]
+        contexts = [seq.token_ids[:stop] for stop in range(end - num_logits, end)]
         samples.append([next_token(context) for context in contexts])
-    scheduler.postprocess(seqs, samples)
+    finish_step(scheduler, step, samples)
     return plan
 
 
@@ -112,7 +120,7 @@ def test_drafts_take_what_a_step_leaves_unused():
     # The budget has 4 tokens left, 2 for each draft. Only sequence 0 gets the last free block.
     assert run_step(scheduler) == {0: 3, 1: 1}
     assert len(scheduler.block_manager.free_block_ids) == 1, "released with the rejected draft"
-    assert scheduler.num_draft_tokens == 2
+    assert drafts.num_draft_tokens == 2
     assert scheduler.num_preemptions == 0
 
 
@@ -160,7 +168,7 @@ def test_a_rejected_draft_stalls_no_other_decode(policy):
     for _ in range(3):
         assert run_step(scheduler) == {0: 5, 1: 1}
         assert run_step(scheduler) == {0: 2, 1: 1}
-    assert scheduler.num_accepted_tokens == 0
+    assert scheduler.features[0].num_accepted_tokens == 0
 
 
 @given(
@@ -173,7 +181,7 @@ def test_a_rejected_draft_stalls_no_other_decode(policy):
 def test_random_loads(loads, policy, num_blocks, max_draft_len):
     """Drafts change no token, and blocks with rejected tokens are never listed."""
     manager = BlockManager(num_blocks, 2)
-    drafts = Drafts(max_draft_len, StepCosts(FREE, FREE))
+    drafts = make_drafts(max_draft_len, StepCosts(FREE, FREE))
     limits = {"max_num_seqs": 3, "max_num_batched_tokens": 12}
     scheduler = make_scheduler(drafts, manager, policy, **limits)
     seqs = []
@@ -292,18 +300,25 @@ def make_decode(acceptance_rate, max_tokens=8, **params):
     """A decode that PromptLookup continues with 2, 3, 1, 2."""
     seq = Sequence(0, [1, 2, 3] * 3, SamplingParams(max_tokens=max_tokens, **params))
     seq.token_ids.append(1)
-    seq.num_scheduled_tokens = 1
-    seq.num_logits = 1
-    seq.is_decode = True
+    seq.num_computed_tokens = 9
     return seq, Proposal(PromptLookup(seq.token_ids), acceptance_rate=acceptance_rate)
 
 
+def make_drafts(max_draft_len, costs):
+    drafts = Drafts()
+    drafts.max_draft_len = max_draft_len
+    drafts.costs = costs
+    return drafts
+
+
 def choose(decodes, costs=FREE, budget=100, context_cost=0.0):
-    seqs = [seq for seq, _ in decodes]
-    drafts = Drafts(4, StepCosts(costs, costs, context_cost))
+    step = Step()
+    for seq, _ in decodes:
+        step.add(seq, num_tokens=1, num_logits=1)
+    drafts = make_drafts(4, StepCosts(costs, costs, context_cost))
     drafts.proposals = dict(decodes)
-    chosen = drafts.choose(seqs, len(seqs) + budget)
-    return [chosen.get(seq, []) for seq in seqs]
+    chosen = drafts.choose(step, len(step.seqs) + budget)
+    return [chosen.get(seq, []) for seq in step.seqs]
 
 
 @pytest.mark.parametrize(
@@ -328,13 +343,14 @@ def test_drafts_that_pay(options, expected):
 def test_the_cost_of_a_large_step_is_not_that_of_a_small_one():
     """A chunk beside a decode has more tokens than any step of `plain`."""
     chunk, _ = make_decode(0.9)
-    chunk.num_scheduled_tokens = 8
-    chunk.num_logits = 0
     decode, proposal = make_decode(0.9)
+    step = Step()
+    step.add(chunk, num_tokens=8, num_logits=0)
+    step.add(decode, num_tokens=1, num_logits=1)
     by_tokens = [float(n) for n in range(65)]
-    drafts = Drafts(4, StepCosts(by_tokens[:3], by_tokens))
+    drafts = make_drafts(4, StepCosts(by_tokens[:3], by_tokens))
     drafts.proposals = {decode: proposal}
-    assert drafts.choose([chunk, decode], 100)[decode] == [2, 3, 1, 2], (
+    assert drafts.choose(step, 100)[decode] == [2, 3, 1, 2], (
         "four tokens of nine more for one of nine"
     )
 
@@ -361,29 +377,35 @@ def test_acceptance_rates_are_learned():
 
 
 def test_costs_of_steps_are_measured(monkeypatch):
+    """On a worker whose steps take 10 seconds, one for each token, and 0.01 for its context."""
     clock = [0.0]
     monkeypatch.setattr(timeit, "repeat", partial(timeit.repeat, timer=lambda: clock[0]))
 
-    def sample(_, seqs):
-        for seq in seqs:
-            context_cost = 0.01 * seq.num_scheduled_tokens * len(seq.token_ids)
-            clock[0] += 10.0 + seq.num_scheduled_tokens + context_cost
+    def execute(batch):
+        clock[0] += 10.0 + len(batch.input_ids) + 0.01 * int(batch.positions.sum())
+        return torch.zeros(len(batch.logits_indices), 1)
 
-    executor = SimpleNamespace(worker=SimpleNamespace(max_num_batched_tokens=100))
-    runner = SimpleNamespace(
-        forward=list, sample=sample, num_lanes=3, block_size=4, executor=executor
+    worker = SimpleNamespace(
+        execute=execute,
+        compute_logits=lambda hidden: hidden,
+        num_lanes=3,
+        block_size=4,
+        block_table_width=16,
+        max_num_batched_tokens=100,
+        max_model_len=64,
+        num_window_blocks=0,
     )
-    costs = measure_costs(runner, max_draft_len=4, max_model_len=64)
-    assert costs.plain == pytest.approx([11.01 * n for n in range(4)])
+    costs = measure_costs(worker, max_draft_len=4)
+    assert costs.plain == pytest.approx([0.0, 11.0, 12.0, 13.0])
     assert len(costs.with_drafts) == 1 + 3 * (1 + 4)
-    assert costs.with_drafts[2] == pytest.approx(10 + 2 * 1.02)  # two tokens of one sequence
+    assert costs.with_drafts[2] == pytest.approx(12.01)  # two tokens of one sequence
     assert costs.per_context_token == pytest.approx(0.01, rel=0.1)
 
 
 def test_the_backend_limits_drafts(make_llm, monkeypatch):
     monkeypatch.setattr(torch_backend, "MAX_DRAFT_LEN", 3)
     llm = make_llm(device="cpu", attention_backend="torch", num_speculative_tokens=100)
-    assert find_extension(llm, Drafts).max_draft_len == 3
+    assert find_feature(llm, Drafts).max_draft_len == 3
 
 
 @needs_cpp

@@ -11,13 +11,12 @@ import sys
 
 import jsonschema
 import pytest
-from conftest import check_invariants, copy_tokenizer, find_extension, generate_ids, make_checkpoint
+from conftest import check_invariants, copy_tokenizer, find_feature, generate_ids, make_checkpoint
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.features.speculation.drafts import Drafts
 from nanovllm.features.structured_outputs import grammars
 from nanovllm.features.structured_outputs import masks as structured
-from nanovllm.features.structured_outputs.masks import StructuredRequest
 
 SHORT = {"type": "string", "maxLength": 8}
 PAIR = {
@@ -243,7 +242,7 @@ def test_every_eos_of_the_checkpoint_ends_the_text(make):
     llm = make()
     (token,) = llm.tokenizer.encode("q", add_special_tokens=False)
     llm.eos_token_ids |= {token}
-    llm.grammar_compiler.eos_token_ids = llm.eos_token_ids
+    find_feature(llm, grammars.StructuredOutputs).eos_token_ids = llm.eos_token_ids
     output = run(llm, {"regex": "[ab]{3}[QZ]*"}, logit_bias={token: 100}, ignore_eos=True)
     assert re.fullmatch("[ab]{3}", output["text"])
     assert output["token_ids"][-1] == token
@@ -317,8 +316,8 @@ def test_samples_of_a_batch(llm, expected):
 def test_tokens_do_not_depend_on_the_steps(make, expected, options):
     with make(**options) as llm:
         if "num_speculative_tokens" in options:  # draft as often as possible
-            costs = find_extension(llm, Drafts).costs
-            costs.choose_count = lambda seqs, num, found: len(found)
+            costs = find_feature(llm, Drafts).costs
+            costs.choose_count = lambda step, found: len(found)
         assert generate_ids(llm, *mixed_batch()) == expected
         check_invariants(llm)
         if "num_kvcache_blocks" in options:
@@ -331,8 +330,8 @@ def test_drafts_are_verified_with_the_grammar(make):
     kind = {"regex": "( the cat){6}[.!]"}
     alone = make()
     drafting = make(num_speculative_tokens=4)
-    costs = find_extension(drafting, Drafts).costs
-    costs.choose_count = lambda seqs, num, found: len(found)
+    costs = find_feature(drafting, Drafts).costs
+    costs.choose_count = lambda step, found: len(found)
     for seed in range(4):
         output = run(drafting, kind, prompt, seed=seed)
         assert output["token_ids"] == run(alone, kind, prompt, seed=seed)["token_ids"]
@@ -348,7 +347,7 @@ def test_interrupted_steps_are_rolled_back(make, expected, monkeypatch, step):
         llm.add_request(prompt, each)
     for _ in range(step):
         llm.step()
-    requests = list(llm.requests.values())
+    requests = llm._list_requests()
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(llm, "_commit", raise_interrupt)  # matchers have consumed the new tokens
         llm.step()
@@ -365,9 +364,8 @@ def raise_interrupt(*_):
 
 def test_allowed_tokens_can_be_listed(llm):
     llm.add_request("a", SamplingParams(structured_outputs={"choice": ["q", "z"]}))
-    (request,) = llm.requests.values()
-    assert isinstance(request, StructuredRequest)
-    allowed = structured.list_tokens(structured.compute_mask(request.matcher))
+    ((request,),) = llm.requests.values()
+    allowed = structured.list_tokens(structured.compute_mask(request.constraint.matcher))
     texts = [llm.tokenizer.decode([token]) for token in allowed]
     assert sorted(texts) == ["q", "z"]
     llm.step()
@@ -476,23 +474,26 @@ def test_a_draft_token_that_exceeds_limits_leaves_the_request_as_it_was(llm, mon
     schema = {"properties": {"a": make_object(100), "b": {}}, "additionalProperties": False}
     params = SamplingParams(structured_outputs={"json": schema})
     with llm.queued(llm.prepare_prompts("x", params), {}) as [request]:
-        expected = request.compute_masks()
+        constraint = request.constraint
+        expected = constraint.compute_masks(request, num_rows=1)
         draft = llm.tokenizer.encode('{"a": {', add_special_tokens=False)
         request.token_ids += draft
-        request.num_logits = len(draft) + 1
-        masks = request.compute_masks()
+        masks = constraint.compute_masks(request, num_rows=len(draft) + 1)
         assert not masks[-1].any(), "a limit is exceeded"
         assert (masks[0] == expected[0]).all()
         del request.token_ids[-len(draft) :]
-        request.num_logits = 1
-        assert (request.compute_masks()[0] == expected[0]).all()
-        llm.abort(request.first_seq_id)
+        (mask,) = constraint.compute_masks(request, num_rows=1)
+        assert (mask == expected[0]).all()
+        llm.abort(request.seq_id)
 
 
 def test_without_eos_no_token_ends_a_text(llm):
-    compiler = grammars.GrammarCompiler(llm.tokenizer, llm.vocab_size, frozenset())
-    factory = compiler.choose_factory(SamplingParams(structured_outputs={"regex": "a*"}), 1)
-    mask = structured.compute_mask(factory.keywords["matcher"])
+    feature = grammars.StructuredOutputs()
+    feature.tokenizer = llm.tokenizer
+    feature.vocab_size = llm.vocab_size
+    feature.eos_token_ids = frozenset()
+    fields = feature.prepare(SamplingParams(structured_outputs={"regex": "a*"}), 1)
+    mask = structured.compute_mask(fields["constraint"].matcher)
     allowed = structured.list_tokens(mask)
     assert llm.vocab_size in allowed
     texts = [llm.vocabulary.read_bytes(token_id) for token_id in allowed[:-1]]
@@ -501,7 +502,7 @@ def test_without_eos_no_token_ends_a_text(llm):
 
 
 def test_token_that_the_grammar_forbids_is_an_error(llm, monkeypatch):
-    monkeypatch.setattr(llm.model_runner, "processors", ())
+    monkeypatch.setattr(grammars, "apply_grammars", lambda rows, logits: logits)
     with pytest.warns(RuntimeWarning, match="structured_outputs allow no way to continue"):
         assert run(llm, {"regex": "q{200}"})["finish_reason"] == "error"
 
@@ -573,10 +574,9 @@ def test_prepared_prompts_are_not_compiled_again(llm, monkeypatch):
     monkeypatch.setattr(
         grammars, "check_in_process", lambda *args: calls.append(args) or check(*args)
     )
-    compile = grammars.GrammarCompiler._compile
-    monkeypatch.setattr(
-        grammars.GrammarCompiler, "_compile", lambda *args: calls.append(args) or compile(*args)
-    )
+    feature = grammars.StructuredOutputs
+    compile = feature._compile
+    monkeypatch.setattr(feature, "_compile", lambda *args: calls.append(args) or compile(*args))
     params = SamplingParams(structured_outputs={"choice": ["one", "two"]})
     prepared = llm.prepare_prompts(["a"] * 3, params)
     assert len(calls) == 2, "prompts share a grammar, which is checked and compiled"

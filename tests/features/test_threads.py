@@ -190,7 +190,7 @@ def test_a_signal_handler_aborts_while_its_thread_waits(make_llm):
                 time.sleep(0.001)
             signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
             time.sleep(0.04)
-            reasons.append(llm.requests[request_id].finish_reason)
+            reasons.extend(each.finish_reason for each in llm.requests[request_id])
 
     with on_signal(lambda: llm.abort(request_id)), within_steps(hold):
         thread.start()
@@ -199,6 +199,7 @@ def test_a_signal_handler_aborts_while_its_thread_waits(make_llm):
         thread.join(30)
     assert len(token_ids) == 6
     assert reasons == [None]
+    assert [output["finish_reason"] for output in llm.step()] == ["abort"]
     check_is_empty(llm)
 
 
@@ -217,8 +218,9 @@ def test_an_abort_while_a_call_releases_the_lock_is_not_left_to_a_later_call(mak
             super().discard(thread)
 
     llm._threads_inside = Callers()
-    assert [output["finish_reason"] for output in llm.step()] == ["abort"]
+    assert [output["finish_reason"] for output in llm.step()] == [None]
     assert was_locked == [False]
+    assert [output["finish_reason"] for output in llm.step()] == ["abort"]
     assert not llm.requests
     check_is_empty(llm)
 

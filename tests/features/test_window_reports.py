@@ -8,7 +8,7 @@ import torch
 from conftest import (
     check_invariants,
     edit_weights,
-    find_extension,
+    find_feature,
     generate_ids,
     greedy,
     random_prompt,
@@ -48,7 +48,7 @@ def test_the_next_turn_of_a_chat_reuses_all_full_blocks(gemma, num_drafts):
     history = []
     with LLM(path, num_speculative_tokens=num_drafts, **POOL) as llm:
         if num_drafts:
-            find_extension(llm, Drafts).costs = StepCosts(FREE, FREE)
+            find_feature(llm, Drafts).costs = StepCosts(FREE, FREE)
         for turn in range(3):
             num_computed = max(0, len(history) - 1)  # the last token has no K/V
             history += random_prompt(turn, 30)

@@ -6,10 +6,18 @@ fill the free blocks with NaN before each step, except those that a prefix hit m
 
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
-from conftest import check_invariants, check_windows, generate_ids, greedy, random_prompt
+from conftest import (
+    attach,
+    check_invariants,
+    check_windows,
+    find_feature,
+    finish_step,
+    generate_ids,
+    greedy,
+    random_prompt,
+)
 from families import make_family
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,7 +25,7 @@ from hypothesis import strategies as st
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.extension import Extension
+from nanovllm.engine.feature import Feature
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.scheduler import POLICIES
 from nanovllm.engine.sequence import Sequence
@@ -48,16 +56,23 @@ class Simulation:
         worker = SimpleNamespace(
             spec=SimpleNamespace(window=window),
             block_size=block_size,
+            block_table_width=cdiv(max_model_len, block_size),
             num_window_blocks=units.count_window_blocks(num_lanes, budget),
+            num_lanes=num_lanes,
             config=SimpleNamespace(enable_prefix_caching=enable_prefix_caching),
         )
-        tables = np.zeros((num_lanes, cdiv(max_model_len, block_size)), np.int32)
-        self.windows = Windows(worker, tables)
-        extensions = [*more, self.windows]
-        if draft_len:
-            extensions.insert(0, Drafts(draft_len, StepCosts(FREE, FREE)))
         blocks = BlockManager(num_blocks, block_size, enable_prefix_caching)
-        self.scheduler = POLICIES[policy](blocks, num_lanes, budget, extensions)
+        self.scheduler = POLICIES[policy](blocks, num_lanes, budget)
+        self.drafts = Drafts()
+        self.drafts.max_draft_len = draft_len
+        self.drafts.costs = StepCosts(FREE, FREE)
+        self.windows = Windows()
+        executor = SimpleNamespace(worker=worker)
+        assert self.windows.start(SimpleNamespace(executor=executor, scheduler=self.scheduler))
+        features = [*more, self.windows]
+        if draft_len:
+            features.insert(0, self.drafts)
+        attach(self.scheduler, *features)
         self.first_pool = {}  # slot -> the tokens up to the one whose K/V it has
         self.second_pool = {}
 
@@ -71,11 +86,11 @@ class Simulation:
 
     def run_step(self):
         block_size = self.scheduler.block_size
-        seqs = self.scheduler.schedule()
+        step = self.scheduler.schedule()
         self.num_free = len(self.windows.pool.free_block_ids)
         scheduled = {}  # the positions of each sequence
-        for seq in seqs:
-            end = seq.num_computed_tokens + seq.num_scheduled_tokens
+        for seq, num_tokens, _ in step:
+            end = seq.num_computed_tokens + num_tokens
             scheduled[seq] = range(seq.num_computed_tokens, end)
             for position in scheduled[seq]:
                 index, offset = divmod(position, block_size)
@@ -90,10 +105,10 @@ class Simulation:
                 if position > positions.start - self.windows.window:
                     assert self.second_pool[self.find_id(seq, index), offset] == tokens
         sampled = []
-        for seq in seqs:
-            ends = range(len(seq.token_ids) - seq.num_logits + 1, len(seq.token_ids) + 1)
+        for seq, _, num_logits in step:
+            ends = range(len(seq.token_ids) - num_logits + 1, len(seq.token_ids) + 1)
             sampled.append([sum(seq.token_ids[:end][-2:]) % 3 for end in ends])
-        self.scheduler.postprocess(seqs, sampled)
+        finish_step(self.scheduler, step, sampled)
         check_windows(self.windows)
 
     def find_id(self, seq, index):
@@ -149,7 +164,7 @@ def test_every_token_that_a_query_attends_to_is_there(loads, aborted, **options)
     assert not simulation.windows.held
 
 
-class Chunks(Extension):
+class Chunks(Feature):
     """Limits chunks to a number of tokens."""
 
     size = 5
@@ -218,7 +233,7 @@ def test_the_end_of_a_sequence_with_accepted_drafts_can_be_hit():
         simulation = Simulation(window=6, draft_len=3)
         seq = simulation.serve([1, 1, 2, 0, 2, 2, 1, 0] * 2, max_tokens)
         assert simulation.find_hit([*seq.token_ids, 50]) == (16 + max_tokens - 1) // 4 * 4
-        num_accepted += simulation.scheduler.num_accepted_tokens
+        num_accepted += simulation.drafts.num_accepted_tokens
     assert num_accepted > 12
 
 
@@ -228,7 +243,7 @@ def test_a_sequence_with_nan_leaves_nothing_to_hit():
     seq = Sequence(0, list(range(30)), SamplingParams())
     simulation.scheduler.add(seq)
     simulation.run_step()
-    simulation.scheduler.postprocess(simulation.scheduler.schedule(), [[-1]])
+    finish_step(simulation.scheduler, simulation.scheduler.schedule(), [[-1]])
     assert seq.finish_reason == "error"
     assert not simulation.windows.pool.hash_to_block_id
 
@@ -239,12 +254,12 @@ def test_a_discarded_step_leaves_nothing_to_hit():
     scheduler = simulation.scheduler
     seq = Sequence(0, [1, 2, 3, 4, 5, 1, 2], SamplingParams())
     scheduler.add(seq)
-    scheduler.postprocess(scheduler.schedule(), [[3]])
-    scheduler.postprocess(scheduler.schedule(), [[-1] * 4])
+    finish_step(scheduler, scheduler.schedule(), [[3]])
+    finish_step(scheduler, scheduler.schedule(), [[-1] * 4])
     assert seq.num_computed_tokens == 7  # as before the step
     assert simulation.windows.pool.find_block(seq, 1) is None
     check_windows(simulation.windows)
-    scheduler.postprocess(scheduler.schedule(), [[4]])
+    finish_step(scheduler, scheduler.schedule(), [[4]])
     assert simulation.windows.pool.find_block(seq, 1) is not None
 
 
@@ -270,7 +285,7 @@ def test_a_window_that_covers_max_model_len_needs_no_second_pool(tmp_path):
     for max_model_len in (20, 21):
         with LLM(tmp_path, max_model_len=max_model_len, kvcache_block_size=4) as llm:
             results.append(generate_ids(llm, [prompt], greedy(8)))
-            assert (llm.windows is None) == (max_model_len == 20)
+            assert (find_feature(llm, Windows) is None) == (max_model_len == 20)
             assert (llm.stats["num_window_blocks"] == 0) == (max_model_len == 20)
     assert results[0] == results[1]
 
@@ -283,12 +298,12 @@ def test_a_window_that_covers_the_first_pool_needs_no_second_one(tmp_path):
         with LLM(tmp_path, num_kvcache_blocks=num_blocks, kvcache_block_size=4) as llm:
             assert generate_ids(llm, [prompt], greedy(8)) == [oracle(prompt, 8)]
             assert llm.max_model_len == 4 * num_blocks
-            assert (llm.windows is None) == (num_blocks == 5)
+            assert (find_feature(llm, Windows) is None) == (num_blocks == 5)
 
 
 def test_engine_alone_rejects_windows(tmp_path):
     make_family(tmp_path, "gemma3")
-    with pytest.raises(ValueError, match="sliding windows needs nanovllm.LLM"):
+    with pytest.raises(ValueError, match="sliding windows .* use nanovllm.LLM"):
         LLMEngine(Config(str(tmp_path)))
 
 
@@ -296,7 +311,7 @@ def test_engine_alone_rejects_windows(tmp_path):
 def fill_unused_blocks(llm):
     """Fill all blocks with NaN that no sequence holds and no prefix hit can read."""
     worker = llm.executor.worker
-    pools = [llm.scheduler.block_manager, llm.windows.pool]
+    pools = [llm.scheduler.block_manager, find_feature(llm, Windows).pool]
     for layer, kv_cache in enumerate(worker.kv_caches):
         pool = pools[worker.spec.attention_shape(layer).window is not None]
         unused = [i for i in pool.free_block_ids if not pool.blocks[i].is_cached]

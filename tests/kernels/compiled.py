@@ -43,7 +43,7 @@ from triton.runtime.jit import JITFunction
 from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoints.quantization import INT4, INT8
 from nanovllm.engine import model_runner
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.warm_up import sample_each_kind
 from nanovllm.kernels import kernelize, replacement
 from nanovllm.kernels.cuda import attention, graphs, layers, quantized
 from nanovllm.layers.gated_delta import DeltaInputs, DeltaSizes, GatedDeltaRule
@@ -54,8 +54,8 @@ from nanovllm.layers.sampler import Sampler
 from nanovllm.models.quantized_layers import quantize_layer
 from nanovllm.utils.packing import pack, unpack
 from nanovllm.worker import worker
-from nanovllm.worker.dummy_sampling import sample_each_kind
 from nanovllm.worker.dummy_steps import make_dummy_batch, run_dummy_step
+from nanovllm.worker.startup import make_step
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 SHARED_LIMIT = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes of a block
@@ -250,12 +250,12 @@ def serve(num_heads, num_kv_heads, vocab_size, enforce_eager):
         sizes = graphs.list_batch_sizes(40)
         batch = make_dummy_batch(rank, [1])
         with torch.inference_mode():
-            rank.graphs = graphs.CudaGraphs(rank.model, rank.kv_caches, sizes, batch)
+            rank.graphs = graphs.CudaGraphs(make_step(rank), rank.model, sizes, batch, rank.device)
     for query_lens in ([2, 1], [1]):  # as at the start of an engine on a GPU
         logits = run_dummy_step(rank, query_lens)
         # As of three ranks, whose padding is cut off. Later logits are contiguous.
         logits = F.pad(logits, (0, 1))[:, :-1]
-        sample_each_kind(rank, runner.sample, Sequence, logits)
+        sample_each_kind(runner.sample_and_read, rank, logits)
     for name, (lengths, settings) in LIFE.items():
         part = name
         prompts = [[i + 1] * length for i, length in enumerate(lengths)]

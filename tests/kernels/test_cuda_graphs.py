@@ -4,6 +4,7 @@ Without a GPU, a stand-in for a graph calls the captured function again on the s
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import reload
 from types import SimpleNamespace
 from typing import Annotated
@@ -31,6 +32,8 @@ from nanovllm.kernels.cuda.graphs import CudaGraphs, list_batch_sizes
 from nanovllm.utils import packing
 from nanovllm.utils.packing import pack, pack_padded, unpack
 from nanovllm.worker.dummy_steps import make_dummy_batch
+from nanovllm.worker.startup import make_step
+from nanovllm.worker.worker import run_step
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -53,7 +56,7 @@ def test_padding_rows_read_and_write_nothing():
         tensor.copy_(torch.randint(99, (3,)))
     sizes = {"num_tokens": 8, "num_seqs": 8, "num_seqs + 1": 9, "num_seqs, max_blocks": 8 * 5}
     sizes |= {"num_window_tokens": 8, "num_seqs, max_window_blocks": 8 * 5}
-    sizes |= {"num_logits": 8, "num_prefills": 0, "max_seqlen_q": 1, "max_seqlen_k": 99}
+    sizes |= {"num_logits": 8, "num_long_queries": 0, "max_seqlen_q": 1, "max_seqlen_k": 99}
     padded = unpack(pack_padded(batch, sizes), sizes)
     paddings = dict(input_ids=0, positions=0, slot_mapping=-1, window_slots=-1, context_lens=0)
     for name, padding in {**paddings, "logits_indices": 0}.items():
@@ -109,11 +112,32 @@ def test_new_fields_arrive_in_a_replayed_graph(make_longer_batch, monkeypatch):
 
     caches = [torch.empty(2, 1, 16, 1, 1)]
     batch = make_longer_batch([7, 8, 9], [1, 2, 3])
-    replayed = CudaGraphs(Decoder(), caches, [1, 2, 4], batch)
+    decoder = Decoder()
+    step = partial(decoder, kv_caches=caches)
+    replayed = CudaGraphs(step, decoder, [1, 2, 4], batch, torch.device("cpu"))
     hidden = replayed.run(batch)
     assert hidden.tolist() == [[7, 1], [8, 2], [9, 3]]
     padded = replayed.graphs[4][1]
     assert padded[3].tolist() == [0, -1]
+
+
+def test_pending_ids_are_filled_in_on_the_static_buffer(monkeypatch):
+    """From the tokens of the step before the replay, not before the capture."""
+    monkeypatch.setattr(graphs, "capture", capture_nothing)
+
+    class Decoder(nn.Module):
+        def forward(self, batch, kv_caches):
+            return batch.input_ids.clone()
+
+    newest_tokens = torch.zeros(4, dtype=torch.int64)
+    decoder = Decoder()
+    step = partial(run_step, decoder, [], newest_tokens)
+    batch = make_batch([1] * 3, [5] * 3, torch.zeros(3, 1, dtype=torch.int32))
+    replayed = CudaGraphs(step, decoder, [4], batch, torch.device("cpu"))
+    for tokens in ([7, 8, 9], [4, 5, 6]):
+        newest_tokens[:3] = torch.tensor(tokens)
+        ids = torch.tensor([-3, 2, -1], dtype=torch.int32)
+        assert replayed.run(replace(batch, input_ids=ids)).tolist() == [tokens[2], 2, tokens[0]]
 
 
 def test_a_step_with_hooks_is_not_a_replay(monkeypatch):
@@ -129,7 +153,8 @@ def test_a_step_with_hooks_is_not_a_replay(monkeypatch):
     monkeypatch.setattr(graphs, "capture", capture_once)
     decoder = Decoder()
     batch = make_batch([1], [5], torch.zeros(1, 1, dtype=torch.int32))
-    captured = CudaGraphs(decoder, [torch.empty(1)], [1], batch)
+    step = partial(decoder, kv_caches=[])
+    captured = CudaGraphs(step, decoder, [1], batch, torch.device("cpu"))
     seen = []
     hook = decoder.register_forward_hook(lambda *args: seen.append(args))
     captured.run(batch)
@@ -158,7 +183,8 @@ def make_replaying(make_llm, monkeypatch):
             sizes = list_batch_sizes(min(worker.num_lanes, worker.max_num_batched_tokens))
             batch = make_dummy_batch(worker, [1])
             with torch.inference_mode():
-                worker.graphs = CudaGraphs(worker.model, worker.kv_caches, sizes, batch)
+                step = make_step(worker)
+                worker.graphs = CudaGraphs(step, worker.model, sizes, batch, DEVICE)
         replay = worker.graphs.run
         steps = []
 
@@ -174,11 +200,12 @@ def make_replaying(make_llm, monkeypatch):
     return make
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma3-untied"])
-def test_engine_with_graphs_matches_transformers(tmp_path, make_replaying, name):
+@pytest.mark.parametrize("name, overlaps", [("qwen3", False), ("gemma3-untied", True)])
+def test_engine_with_graphs_matches_transformers(tmp_path, make_replaying, name, overlaps):
     """Of batches that grow and shrink, with padding rows, chunks of one token and windows of 2."""
     oracle = make_family(tmp_path, name)
     llm, steps = make_replaying(tmp_path, max_num_seqs=5, max_num_batched_tokens=5)
+    llm.overlaps = overlaps
     lengths = [14, 1, 2, 3, 6]  # of the prompts
     prompts = [random_prompt(i, length) for i, length in enumerate(lengths)]
     numbers = [8, 5, 7, 5, 4]

@@ -24,7 +24,7 @@ from transformers import Qwen3_5TextConfig
 
 from nanovllm import LLM
 from nanovllm.checkpoints.quantization import INT8
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.warm_up import sample_test_rows
 from nanovllm.kernels import kernelize, replacement
 from nanovllm.kernels.cuda import graphs
 from nanovllm.kernels.fallback import find_failure
@@ -38,8 +38,8 @@ from nanovllm.layers.quantized import QuantizedWeight
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models.decoder import MLP, Attention, DecoderLayers
 from nanovllm.models.quantized_layers import QUANTIZABLE, quantize_layer
-from nanovllm.worker.dummy_sampling import sample_test_rows
 from nanovllm.worker.dummy_steps import make_dummy_batch, run_test_steps
+from nanovllm.worker.startup import make_step
 
 LINEAR = {ColumnParallelLinear, RowParallelLinear}
 LAYERS = {RMSNorm, MLP, Attention, DecoderLayers, *LINEAR}
@@ -172,7 +172,7 @@ def test_no_right_layer_is_replaced(
 def test_a_right_sampler_is_not_replaced(use_triton, capfd, dtype):
     sampler = Sampler(97).to(DEVICE)
     use_triton()
-    run = partial(sample_test_rows, sampler, getattr(torch, dtype), Sequence)
+    run = partial(sample_test_rows, sampler, getattr(torch, dtype))
     assert kernelize(sampler, DEVICE, getattr(torch, dtype), run) == ["Sampler"]
     assert not capfd.readouterr().err
 
@@ -227,7 +227,7 @@ def test_an_engine_replaces_a_wrong_sampler(make_llm, stand_ins, capfd, wrong):
     expected = generate_ids(llm, random_prompt(0, 9), greedy(5))
     capfd.readouterr()
     kernelize(worker.model, CPU, torch.float32, partial(run_test_steps, worker))
-    run = partial(sample_test_rows, runner.sampler, torch.float32, Sequence)
+    run = partial(sample_test_rows, runner.sampler, torch.float32)
     kernelize(runner.sampler, CPU, torch.float32, run)
     assert isinstance(runner.sampler, stand_ins[Sampler])
     assert not capfd.readouterr().err
@@ -338,7 +338,7 @@ def test_wrong_graphs_are_not_used(hybrid, monkeypatch, capfd, fault):
     """A stand-in for a graph computes again, but does not write what `fault` says."""
     llm = LLM(hybrid, device="cpu", enable_kernels=False, num_kvcache_blocks=64)
     worker = llm.executor.worker
-    decoder, caches = worker.model, worker.kv_caches
+    caches = worker.kv_caches
 
     def capture(step, *_):
         output = step()
@@ -360,6 +360,7 @@ def test_wrong_graphs_are_not_used(hybrid, monkeypatch, capfd, fault):
     monkeypatch.setattr(graphs, "capture", capture)
     with torch.inference_mode():
         batch = make_dummy_batch(worker, [1])
-        captured = graphs.CudaGraphs(decoder, caches, [1, 2], batch)
-        assert graphs.can_replay(captured, decoder, caches, batch) == (not fault)
+        step = make_step(worker)
+        captured = graphs.CudaGraphs(step, worker.model, [1, 2], batch, worker.device)
+        assert graphs.can_replay(captured, batch) == (not fault)
     assert ("replaced by eager steps" in capfd.readouterr().err) == bool(fault)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import DEVICE
+from conftest import DEVICE, ON_GPU
 from kernel_helpers import make_delta_rule, make_delta_step, needs_triton, optimize
 
 pytestmark = needs_triton
@@ -32,6 +32,10 @@ def test_steps_match_the_plain_layer(shape, conv_size, dtype, query_lens, read_s
     optimize(layer, "triton", dtype)
     output = layer(inputs, states, batch)
     limit = TOLERANCE[dtype]
+    state_limit = 5e-5
+    if ON_GPU and dtype == torch.float16:  # chunks are computed in tf32, which has 11 bits
+        limit *= 10
+        state_limit = 5e-3
     assert output.dtype == dtype
     torch.testing.assert_close(output, expected, atol=limit, rtol=limit)
-    torch.testing.assert_close(states, expected_states, atol=5e-5, rtol=5e-5)
+    torch.testing.assert_close(states, expected_states, atol=state_limit, rtol=state_limit)

@@ -12,7 +12,7 @@ from conftest import (
     cover_pairs,
     edit_config,
     edit_weights,
-    find_extension,
+    find_feature,
     generate_ids,
     greedy,
     make_checkpoint,
@@ -87,7 +87,7 @@ def test_grid(gemma, budget, num_blocks, num_drafts, is_chunked, is_caching, wit
     ) as llm:
         if num_drafts > 0:
             free = [0.0, *[1.0] * 256]  # costs of steps in which drafts cost nothing
-            find_extension(llm, Drafts).costs = StepCosts(free, free)
+            find_feature(llm, Drafts).costs = StepCosts(free, free)
         for _ in range(2):
             assert generate_ids(llm, prompts, params) == expected
             check_invariants(llm)

@@ -98,10 +98,10 @@ def test_steps_with_experts_run_eager(monkeypatch):
     monkeypatch.setattr("nanovllm.kernels.cuda.graphs.copy_to", lambda batch, device: batch)
     monkeypatch.setattr("nanovllm.kernels.cuda.graphs.can_replay", lambda *arguments: True)
     backend = SimpleNamespace(SUPPORTS_CUDA_GRAPHS=True)
-    kv_caches = [SimpleNamespace(device=torch.device("cuda"))]
+    device = torch.device("cuda")
     for dense_layers, is_captured in (({0}, False), ({0, 1}, True)):
         model = replace(SPEC, dense_layers=frozenset(dense_layers)).make_model(attention)
         model.forward = lambda *arguments: None
         batch = make_batch([1], [1], torch.zeros(1, 4, dtype=torch.int32))
-        graphs = capture_decode_steps(model, backend, kv_caches, batch, 8)
+        graphs = capture_decode_steps(model, model, backend, batch, device, 8)
         assert (graphs is not None) == is_captured

@@ -12,7 +12,7 @@ from conftest import (
     cover_pairs,
     edit_config,
     edit_weights,
-    find_extension,
+    find_feature,
     generate_ids,
     greedy,
     make_checkpoint,
@@ -62,9 +62,9 @@ def make_llm(path, **options) -> LLM:
     llm = LLM(path, **{**POOL, **options})
     forward = llm.model_runner.forward
 
-    def check_and_forward(seqs):
-        check_slots(llm, seqs)
-        return forward(seqs)
+    def check_and_forward(step):
+        check_slots(llm, step.seqs)
+        return forward(step)
 
     llm.model_runner.forward = check_and_forward
     return llm
@@ -72,7 +72,7 @@ def make_llm(path, **options) -> LLM:
 
 def check_slots(llm, seqs):
     """Check what a step reads and writes, before it runs."""
-    states = find_extension(llm, RecurrentStates)
+    states = find_feature(llm, RecurrentStates)
     num_lanes = llm.scheduler.max_num_seqs
     kept = set(states.snapshots.values())
     new = set(states.new_snapshots.values())
@@ -95,7 +95,7 @@ def check_slots(llm, seqs):
 def check_engine(llm):
     """Check an engine between two steps."""
     check_invariants(llm)
-    states = find_extension(llm, RecurrentStates)
+    states = find_feature(llm, RecurrentStates)
     assert not states.new_snapshots
     slots = list(states.snapshots.values())
     assert len(set(slots)) == len(slots)
@@ -176,7 +176,7 @@ def test_snapshots_are_evicted(hybrid):
     """More shared prefixes than slots, and requests that read a snapshot while it is evicted."""
     path, oracle = hybrid
     llm = make_llm(path, max_num_seqs=3, max_num_batched_tokens=16)
-    states = find_extension(llm, RecurrentStates)
+    states = find_feature(llm, RecurrentStates)
     assert len(states.snapshot_slots) == 3
     prompts = []
     for seed in range(36):
@@ -204,11 +204,11 @@ def test_no_slot_leaks(hybrid):
     while not llm.is_finished():
         llm.step()
     assert llm.stats["num_preemptions"] > 0
-    find_extension(llm, RecurrentStates).snapshots.clear()
+    find_feature(llm, RecurrentStates).snapshots.clear()
     for seed in range(3):
         for _ in range(2):
             generate_ids(llm, random_prompt(100 + seed, 22), greedy(1))
-    assert len(find_extension(llm, RecurrentStates).snapshots) == 3
+    assert len(find_feature(llm, RecurrentStates).snapshots) == 3
     check_engine(llm)
 
 
@@ -240,7 +240,7 @@ def test_an_interrupted_step_publishes_no_snapshot(hybrid, monkeypatch):
         patch.setattr(llm.model_runner, "forward", None)
         with pytest.raises(TypeError):
             llm.step()
-    assert find_extension(llm, RecurrentStates).new_snapshots
+    assert find_feature(llm, RecurrentStates).new_snapshots
     outputs = {}
     while not llm.is_finished():
         outputs.update((output["request_id"], output["token_ids"]) for output in llm.step())
@@ -263,7 +263,7 @@ def test_nan_does_not_outlive_its_request(tmp_path, is_caching):
     with pytest.warns(RuntimeWarning, match="NaN"):
         outputs = llm.generate(prompts, greedy(4), use_tqdm=False)
     assert {output["finish_reason"] for output in outputs} == {"error"}
-    assert not find_extension(llm, RecurrentStates).snapshots
+    assert not find_feature(llm, RecurrentStates).snapshots
     with torch.inference_mode():
         weight[3] = row
     assert generate_ids(llm, prompts, greedy(4)) == expected
@@ -277,9 +277,9 @@ def test_prefill_first_steps_are_all_prefill_or_all_decode(hybrid, rest):
     kinds = []
     forward = llm.model_runner.forward
 
-    def record(seqs):
-        kinds.append({seq.is_decode for seq in seqs})
-        return forward(seqs)
+    def record(step):
+        kinds.append({step.is_decode(index) for index in range(len(step.seqs))})
+        return forward(step)
 
     llm.model_runner.forward = record
     families = [random_prompt(5, 28), random_prompt(6, 28)]
@@ -312,7 +312,7 @@ def let_draft(llm, answers, is_right):
         return SimpleNamespace(propose=propose)
 
     free = [0.0, *[1.0] * 256]  # drafts cost nothing
-    drafts = find_extension(llm, Drafts)
+    drafts = find_feature(llm, Drafts)
     drafts.costs = StepCosts(free, free)
     drafts.make_proposer = make_proposer
 
@@ -547,7 +547,7 @@ def test_prompts_without_a_shared_prefix_leave_no_snapshot(hybrid):
     shared = random_prompt(0, 20)
     generate_ids(llm, [[*shared, 1], [*shared, 2]], greedy(1))
     generate_ids(llm, [random_prompt(seed, 20) for seed in range(1, 9)], greedy(1))
-    assert len(find_extension(llm, RecurrentStates).snapshots) == 1
+    assert len(find_feature(llm, RecurrentStates).snapshots) == 1
     (output,) = llm.generate([*shared, 3], greedy(1), use_tqdm=False)
     assert output["num_cached_tokens"] == 20
 
@@ -564,7 +564,7 @@ def test_a_preempted_sequence_leaves_no_snapshot_of_its_own(hybrid):
     while not llm.is_finished():
         outputs = llm.step()
     assert outputs[0]["token_ids"] == oracle(prompt, 9)
-    assert not find_extension(llm, RecurrentStates).snapshots
+    assert not find_feature(llm, RecurrentStates).snapshots
 
 
 @torch.inference_mode()

@@ -44,6 +44,7 @@ WITHOUT_TORCH = {
     "nanovllm.engine.scheduler",
     "nanovllm.engine.block_manager",
     "nanovllm.engine.sequence",
+    "nanovllm.engine.step",
 }
 
 

@@ -5,6 +5,8 @@ import sys
 import threading
 import warnings
 
+from conftest import disturb_logits
+
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm.engine.input_processor import PreparedPrompt
 from nanovllm.server import middleware
@@ -15,15 +17,7 @@ from nanovllm.utils.terminal import report
 def test_a_warning_that_is_an_error_ends_one_request_only(monkeypatch):
     """Its logits are NaN. The other request shares its steps."""
     llm = LLM(DEMO_MODEL, dtype="float32", num_kvcache_blocks=64)
-    sample = llm.model_runner.sample
-
-    def sample_nan(logits, seqs):
-        token_ids, logprobs = sample(logits, seqs)
-        if seqs[0].seq_id == 0:
-            token_ids[0] = [-1]
-        return token_ids, logprobs
-
-    monkeypatch.setattr(llm.model_runner, "sample", sample_nan)
+    disturb_logits(llm, lambda seq: seq.seq_id == 0)
     params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
     reasons = {}
 
@@ -31,7 +25,7 @@ def test_a_warning_that_is_an_error_ends_one_request_only(monkeypatch):
         engine = EngineThread(llm)
         engine.start_on(asyncio.get_running_loop())
         async with engine.submit(
-            [PreparedPrompt([5], params), PreparedPrompt([6], params)]
+            [PreparedPrompt([5], params, {}), PreparedPrompt([6], params, {})]
         ) as stream:
             async for outputs in stream:
                 reasons.update((i, output["finish_reason"]) for i, output in outputs.items())

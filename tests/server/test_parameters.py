@@ -9,7 +9,7 @@ import pytest
 from server_helpers import parse_body
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
-from nanovllm.features.structured_outputs.grammars import GrammarCompiler
+from nanovllm.features.structured_outputs.grammars import StructuredOutputs
 from nanovllm.server.errors import ApiError
 from nanovllm.server.parameter_table import CHAT, COMPLETION
 from nanovllm.server.tokenization import detokenize, tokenize
@@ -168,7 +168,7 @@ def test_an_error_names_the_parameter(llm, is_chat, body, param):
 
 @pytest.mark.parametrize("prompts, n", [("x", 5000), (["x"] * 4097, 1), ([[1], [2]], 4096)])
 def test_samples_are_counted_before_their_grammar_is_compiled(llm, monkeypatch, prompts, n):
-    monkeypatch.setattr(GrammarCompiler, "choose_factory", None)
+    monkeypatch.setattr(StructuredOutputs, "prepare", None)
     error = reject(llm, {"prompt": prompts, "n": n, "structured_outputs": {"regex": "a"}}, False)
     assert error.param == "n"
     assert "the number of prompts times n must be" in error.message

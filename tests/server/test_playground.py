@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from browser import needs_browser, run_script
-from conftest import find_extension
+from conftest import find_feature
 from server_helpers import CLIENT, post, start, stream
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
@@ -250,7 +250,7 @@ def test_the_scene_of_drafts_shows_some_soon():
     options = {**DEFAULTS, "num_speculative_tokens": 4, "dtype": "float32"}
     del options["random_model"]
     with LLM(DEMO_MODEL, **options) as llm:
-        drafts = find_extension(llm, Drafts)
+        drafts = find_feature(llm, Drafts)
         drafts.costs = StepCosts([0.0] + [1.0] * 20, [0.0] + [1.0] * 20)
         llm.add_request(prompt, SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.0))
         for _ in range(3):

@@ -10,7 +10,7 @@ from itertools import count
 import pytest
 import torch
 from browser import browse, needs_browser, run_script
-from conftest import find_extension, greedy, random_prompt
+from conftest import find_feature, greedy, random_prompt
 from families import make_family
 from project_helpers import SMALL
 
@@ -25,15 +25,15 @@ from nanovllm.trace.__main__ import main as trace_main
 from nanovllm.trace.tour import show_scheduling
 
 
-def describe(scheduler, seqs):
-    """The state of the engine while it computes `seqs`, in the form of DUMP."""
+def describe(scheduler, step):
+    """The state of the engine while it computes a step, in the form of DUMP."""
     manager = scheduler.block_manager
     running = scheduler.running
-    features = {}  # attributes of all extensions
-    for each in scheduler.extensions.features:
-        features |= vars(each)
-    drafts = features.get("drafts", {})
-    slots = features.get("slots", {})
+    attributes = {}  # of all features
+    for each in scheduler.features:
+        attributes |= vars(each)
+    drafts = attributes.get("drafts", {})
+    slots = attributes.get("slots", {})
     free = list(manager.free_block_ids)
     cached = {block.block_id: block.hash for block in manager.blocks if block.hash != -1}
     num_used = manager.num_blocks - len(free)
@@ -46,7 +46,7 @@ def describe(scheduler, seqs):
         "tokens": [
             seq.token_ids[: len(seq.token_ids) - len(drafts.get(seq, []))] for seq in running
         ],
-        "scheduled": [[seq.seq_id, seq.num_scheduled_tokens] for seq in seqs],
+        "scheduled": [[seq.seq_id, num_tokens] for seq, num_tokens, _ in step],
         "refs": [block.ref_count for block in manager.blocks],
         "cached": {str(block_id): f"{hash_:032x}" for block_id, hash_ in cached.items()},
         "free": free[:40],
@@ -54,7 +54,7 @@ def describe(scheduler, seqs):
         "reusable": num_reusable,
         "held": [slots[seq].read for seq in running] if slots else [0] * len(running),
         "snapshots": [
-            [slot, f"{hash_:032x}"] for hash_, slot in features.get("snapshots", {}).items()
+            [slot, f"{hash_:032x}"] for hash_, slot in attributes.get("snapshots", {}).items()
         ],
         "windows": describe_windows(scheduler),
         "counts": [24, 4, num_used, num_reusable, len(free) - num_reusable],
@@ -63,7 +63,7 @@ def describe(scheduler, seqs):
 
 def describe_windows(scheduler):
     """For each running sequence, its first logical block in the second pool, and all of them."""
-    (windows,) = [each for each in scheduler.extensions.features if type(each) is Windows] or [None]
+    windows = next((each for each in scheduler.features if type(each) is Windows), None)
     described = []
     for seq in scheduler.running if windows else []:
         window = windows.held[seq]
@@ -127,14 +127,14 @@ def serve_busily(llm):
     sample = llm.model_runner.sample
     calls = count()
 
-    def disturbed_sample(logits, seqs):
+    def disturbed_sample(logits, step):
         number = next(calls)
         if number == 30:
             raise KeyboardInterrupt
         if number in (12, 14):
             logits = logits.clone()
             logits[-1] = torch.nan
-        return sample(logits, seqs)
+        return sample(logits, step)
 
     llm.model_runner.sample = disturbed_sample
     for number in count():
@@ -164,7 +164,7 @@ class Proposer:
 def serve_drafts(llm):
     prompt = random_prompt(2, 13)
     answer = prompt + llm.generate(prompt, greedy(20), use_tqdm=False)[0]["token_ids"]
-    drafts = find_extension(llm, Drafts)
+    drafts = find_feature(llm, Drafts)
     drafts.make_proposer = lambda token_ids: Proposer(token_ids, answer)
     drafts.costs = StepCosts([0.0] + [1.0] * 20, [0.0] + [1.0] * 20)
     llm.generate(prompt, greedy(20), use_tqdm=False)
@@ -172,7 +172,7 @@ def serve_drafts(llm):
 
 def serve_drafts_between_prompts(llm):
     """Sequences with rejected drafts wait, because new prompts go first."""
-    drafts = find_extension(llm, Drafts)
+    drafts = find_feature(llm, Drafts)
     drafts.make_proposer = lambda token_ids: Proposer(token_ids, [])
     drafts.costs = StepCosts([0.0] + [1.0] * 20, [0.0] + [1.0] * 20)
     llm.add_request(random_prompt(2, 13), greedy(30))
@@ -206,7 +206,7 @@ plan = Scheduler.plan
 odd_calls = count()
 
 
-def plan_oddly(self):
+def plan_oddly(self, step):
     """Preempt the oldest sequence, admit the shortest, and evict in reverse order."""
     if next(odd_calls) % 5 == 4 and len(self.running) > 1:
         self.preempt(self.running[0])
@@ -215,7 +215,7 @@ def plan_oddly(self):
     free = self.block_manager.free_block_ids
     for block_id in list(free):
         free.move_to_end(block_id, last=False)
-    return plan(self)
+    plan(self, step)
 
 
 @needs_browser
@@ -273,14 +273,13 @@ def test_it_shows_the_state_of_the_engine(
     models = {"tiny": tiny[0], "hybrid": hybrid, "gemma3": gemma3}
     model = models[options.get("model", "tiny")]
     with LLM(trace=path, **{**SMALL, **options, "model": model}) as llm:
-        postprocess = llm.scheduler.postprocess
+        read = llm.model_runner.read
 
-        def keep_state(seqs, samples):
-            state = describe(llm.scheduler, seqs)
-            postprocess(seqs, samples)
-            states.append(state)
+        def keep_state(sampled):
+            states.append(describe(llm.scheduler, sampled.step))
+            return read(sampled)
 
-        llm.scheduler.postprocess = keep_state
+        llm.model_runner.read = keep_state
         serve(llm)
         stats = llm.stats
     trace_main([str(path), "-o", str(page)])
@@ -333,7 +332,7 @@ def test_a_single_step_of_a_single_token(tmp_path):
 @pytest.fixture(scope="module")
 def example_page(tmp_path_factory):
     page = tmp_path_factory.mktemp("page") / "timeline.html"
-    save_page(show_scheduling(LLM, DEMO_MODEL), str(page))
+    save_page(show_scheduling(DEMO_MODEL), str(page))
     return page
 
 

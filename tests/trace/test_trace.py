@@ -14,17 +14,18 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-from conftest import check_invariants, find_extension, generate_ids, greedy, random_prompt
+from conftest import check_invariants, find_feature, generate_ids, greedy, random_prompt
 from families import make_family
 from project_helpers import SMALL, reject
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams, trace
-from nanovllm.engine.model_runner import list_rows
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.features.speculation.costs import StepCosts
 from nanovllm.features.speculation.drafts import Drafts
 from nanovllm.features.structured_outputs.masks import compute_mask, list_tokens
+from nanovllm.features.windows import Windows
 from nanovllm.trace.__main__ import main as trace_main
+from nanovllm.trace.recorder import Recorder
 
 PROMPTS = [
     random_prompt(1, 22),
@@ -98,20 +99,23 @@ def test_it_is_true_after_every_step(tiny, path, options):
         assert llm.stats["num_preemptions"]
         assert llm.stats["num_cached_tokens"]
         assert generate_ids(llm, PROMPTS[1], greedy(5)) == [tiny[1](PROMPTS[1], 5)]
-    assert llm.timeline.file.closed
+        timeline = find_feature(llm, Recorder).timeline
+    assert timeline.file.closed
 
 
 @pytest.mark.parametrize(
     "owner, name, resets",
     [
         ("model_runner.sampler", "forward", [True, True, False]),
-        ("timeline", "write", [True, False, True]),
+        ("features", "write", [True, False, True]),
     ],
 )
 def test_it_reports_the_reset_after_an_interrupt(tiny, path, monkeypatch, owner, name, resets):
     """The second step is interrupted, before or after it is written."""
     llm = LLM(tiny[0], trace=path, **SMALL)
     owner = attrgetter(owner)(llm)
+    if owner is llm.features:
+        owner = find_feature(llm, Recorder).timeline
     original = getattr(owner, name)
 
     def interrupt(*arguments):
@@ -133,7 +137,8 @@ def test_texts_of_a_step_that_was_not_written_are_recorded_later(path, monkeypat
     with LLM(DEMO_MODEL, trace=path, **SMALL) as llm:
         llm.add_request("What is 12 + 30?", greedy(5))
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(llm.timeline, "write", Mock(side_effect=KeyboardInterrupt))
+            timeline = find_feature(llm, Recorder).timeline
+            patch.setattr(timeline, "write", Mock(side_effect=KeyboardInterrupt))
             llm.step()
         while not llm.is_finished():
             llm.step()
@@ -226,12 +231,12 @@ def test_a_draft_token_that_ends_the_text_was_accepted(path):
             start = len(request.token_ids)
             return answer[start : start + num_tokens]
 
-        drafts = find_extension(llm, Drafts)
+        drafts = find_feature(llm, Drafts)
         drafts.costs = StepCosts([0.0] + [1.0] * 20, [0.0] + [1.0] * 20)
         drafts.make_proposer = lambda _: SimpleNamespace(propose=propose)
         before = llm.stats["num_accepted_tokens"]
         params = SamplingParams(**options, stop_token_ids=[stop])
-        request = llm.requests[llm.add_request(prompt, params)]
+        (request,) = llm.requests[llm.add_request(prompt, params)]
         while not llm.is_finished():
             llm.step()
         num_accepted = llm.stats["num_accepted_tokens"] - before
@@ -249,20 +254,20 @@ def test_the_choice_of_a_grammar_is_recorded(path):
     allowed = []
     preferred = []
     with LLM(DEMO_MODEL, trace=path, num_speculative_tokens=2, **SMALL) as llm:
-        drafts = find_extension(llm, Drafts)
+        drafts = find_feature(llm, Drafts)
         drafts.costs = StepCosts([0.0] + [1.0] * 20, [0.0] + [1.0] * 20)
         sample = llm.model_runner.sample
 
-        def sample_and_keep(logits, seqs):
-            rows, _ = list_rows(seqs)
+        def sample_and_keep(logits, step):
+            rows, _ = step.list_rows()
             row = rows.index(constrained)
-            allowed.append(list_tokens(compute_mask(constrained.matcher)))
+            allowed.append(list_tokens(compute_mask(constrained.constraint.matcher)))
             preferred.append(logits[row].topk(12).indices.tolist())
-            return sample(logits, seqs)
+            return sample(logits, step)
 
         llm.model_runner.sample = sample_and_keep
         free = llm.add_request(text, greedy(30))
-        constrained = llm.requests[llm.add_request(text, params)]
+        (constrained,) = llm.requests[llm.add_request(text, params)]
         while not llm.is_finished():
             llm.step()
         assert llm.stats["num_accepted_tokens"]
@@ -289,23 +294,24 @@ def windows(tmp_path_factory):
     make_family(path, "gemma3")
     states = []
     with LLM(path, trace=path / "trace.json", num_speculative_tokens=3, **SMALL) as llm:
-        pool = llm.windows.pool
-        postprocess = llm.scheduler.postprocess
+        windows = find_feature(llm, Windows)
+        pool = windows.pool
+        read = llm.model_runner.read
 
-        def keep_state(seqs, samples):
+        def keep_state(sampled):
             rows = {}
-            for seq in seqs:
-                window = llm.windows.held[seq]
-                ids = llm.windows.tables[seq.lane, window.start : window.end].tolist()
+            for seq in sampled.step.seqs:
+                window = windows.held[seq]
+                ids = windows.tables[seq.lane, window.start : window.end].tolist()
                 rows[seq.lane] = (window.start, ids)
             reusable = [i for i in pool.free_block_ids if pool.blocks[i].is_cached]
             num_free = len(pool.free_block_ids)
             counts = [pool.num_blocks - num_free, len(reusable), num_free - len(reusable)]
             states.append((rows, counts))
-            postprocess(seqs, samples)
+            return read(sampled)
 
-        llm.scheduler.postprocess = keep_state
-        drafts = find_extension(llm, Drafts)
+        llm.model_runner.read = keep_state
+        drafts = find_feature(llm, Drafts)
         drafts.costs = StepCosts([0.0] + [1.0] * 20, [0.0] + [1.0] * 20)
         generate_ids(llm, [*PROMPTS, random_prompt(5, 6) * 4], greedy(14))
         assert llm.stats["num_preemptions"]

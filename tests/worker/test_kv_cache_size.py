@@ -8,12 +8,11 @@ import torch
 from conftest import VOCAB_SIZE
 
 from nanovllm.config import MAX_DRAFT_STEP, Config
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.warm_up import sample_each_kind
 from nanovllm.layers import attention
 from nanovllm.layers.tensor_parallel import ALONE
 from nanovllm.worker import cache_plan, startup
 from nanovllm.worker.cache_plan import CacheUnits, plan_cache
-from nanovllm.worker.dummy_sampling import sample_each_kind
 from nanovllm.worker.memory import find_available_memory, show_bytes
 from nanovllm.worker.startup import profile
 
@@ -134,11 +133,11 @@ def test_the_profile_run_is_a_largest_step(make_llm, draft_len, num_logits):
 
 def test_the_profile_run_ends_with_the_costliest_sampling(make_llm):
     llm = make_llm()
-    sample = Mock(wraps=llm.model_runner.sample)
-    sample_each_kind(llm.executor.worker, sample, Sequence, torch.zeros(7, VOCAB_SIZE))
-    _, seqs = sample.call_args.args
-    assert max(len(seq.token_ids) for seq in seqs) == llm.max_model_len
-    for seq in seqs:
+    sample = Mock(wraps=llm.model_runner.sample_and_read)
+    sample_each_kind(sample, llm.executor.worker, torch.zeros(7, VOCAB_SIZE))
+    _, step = sample.call_args.args
+    assert max(len(seq.token_ids) for seq in step.seqs) == llm.max_model_len
+    for seq in step.seqs:
         assert seq.params.penalizes
         assert seq.params.filters
         assert seq.params.logprobs

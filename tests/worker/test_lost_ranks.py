@@ -19,7 +19,7 @@ import torch
 from conftest import generate_ids, greedy, make_checkpoint, random_prompt
 from rank_helpers import check_nothing_is_left, find_ranks, serve_and_fail
 
-from nanovllm import llm as llm_module
+from nanovllm.features.speculation.drafts import Drafts
 from nanovllm.layers.tensor_parallel import TensorParallel
 from nanovllm.worker import executor as executor_module
 from nanovllm.worker import rank_process
@@ -90,11 +90,11 @@ def test_a_gpu_waits_for_a_lost_rank(make_llm, monkeypatch):
 def test_an_error_at_the_end_of_the_start_stops_the_ranks(make_llm, monkeypatch):
     runners = []
 
-    def fail(config, runner, max_model_len):
-        runners.append(runner)
+    def fail(drafts, engine):
+        runners.append(engine.model_runner)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(llm_module, "make_drafts", fail)
+    monkeypatch.setattr(Drafts, "start", fail)
     with pytest.raises(KeyboardInterrupt):
         make_llm(tensor_parallel_size=2, num_speculative_tokens=2)
     assert not runners[0].executor.processes

@@ -10,15 +10,17 @@ the probability that it and all draft tokens before it are accepted.
 """
 
 import timeit
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
 from nanovllm.config import MAX_DRAFT_STEP
-from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.sequence import Sequence
-from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.arithmetic import cdiv
+from nanovllm.engine.step import Step
+from nanovllm.layers.sampler import find_best
+from nanovllm.worker.dummy_steps import make_dummy_batch
+from nanovllm.worker.worker import Worker
 
 # Drafts must raise the predicted tokens per second by this factor. Smaller gains vanish, because
 # sequences end at different times.
@@ -51,20 +53,18 @@ class StepCosts:
         """The tokens of the largest step that can have drafts."""
         return len(self.with_drafts) - 1
 
-    def choose_count(
-        self, seqs: list[Sequence], num_tokens: int, candidates: list[Candidate]
-    ) -> int:
-        """How many candidates give the most expected tokens per second.
+    def choose_count(self, step: Step, candidates: list[Candidate]) -> int:
+        """Return how many candidates give the most expected tokens per second.
 
-        `candidates` come in the order in which they would be added to a step of `num_tokens` tokens
-        of `seqs`.
+        `candidates` come in the order in which they would be added to the step.
         """
+        num_tokens = sum(step.num_tokens)
         costs = self.plain if num_tokens < len(self.plain) else self.with_drafts
         attention_cost = 0.0
         expected = 0.0  # tokens of the step; a partial prefill samples none
-        for seq in seqs:
-            attention_cost += self.per_context_token * len(seq.token_ids) * seq.num_scheduled_tokens
-            expected += seq.num_logits
+        for seq, count, num_logits in step:
+            attention_cost += self.per_context_token * len(seq.token_ids) * count
+            expected += num_logits
         best_rate = LEAST_GAIN * expected / (costs[num_tokens] + attention_cost)
         best_count = 0
         for count, candidate in enumerate(candidates, 1):
@@ -77,36 +77,31 @@ class StepCosts:
         return best_count
 
 
-def measure_costs(runner: ModelRunner, max_draft_len: int, max_model_len: int) -> StepCosts:
-    """Measure the costs of the steps of `runner`.
+def measure_costs(worker: Worker, max_draft_len: int) -> StepCosts:
+    """Measure the costs of steps. Must be called before the first request.
 
-    Must be called before the first request, because these sequences write to block 0. A list ends
-    where larger steps hardly reduce the cost per token. Steps are then compute-bound, and no draft
-    pays.
+    A list ends where larger steps hardly reduce the cost per token. Steps are then compute-bound,
+    and no draft pays.
     """
 
     def measure(num_tokens: int, draft_len: int, context_len: int = 1) -> float:
         """Seconds of a step of `num_tokens` tokens, in sequences of 1 + draft_len each."""
-        seqs: list[Sequence] = []
-        for lane, start in enumerate(range(0, num_tokens, 1 + draft_len)):
-            own_len = min(1 + draft_len, num_tokens - start)
-            seq = Sequence(lane, [0] * (context_len + own_len - 1), SamplingParams())
-            seq.block_table = [0] * cdiv(len(seq.token_ids), runner.block_size)
-            seq.lane = lane
-            seq.num_computed_tokens = context_len - 1
-            seq.num_scheduled_tokens = own_len
-            seq.num_logits = own_len
-            seqs.append(seq)
+        query_lens = [1 + draft_len] * (num_tokens // (1 + draft_len))
+        if sum(query_lens) < num_tokens:
+            query_lens.append(num_tokens - sum(query_lens))
+        batch = make_dummy_batch(worker, query_lens, num_computed_tokens=context_len - 1)
+        all_rows = torch.arange(num_tokens, dtype=torch.int32, device="cpu")
+        batch = replace(batch, logits_indices=all_rows)
 
         def run() -> None:
-            runner.sample(runner.forward(seqs), seqs)
+            find_best(worker.compute_logits(worker.execute(batch))).tolist()
 
         # The minimum of three, because the first run of a size may compile.
         return min(timeit.repeat(run, number=1, repeat=3))
 
     def measure_sizes(draft_len: int) -> list[float]:
-        num_drafted = runner.num_lanes * (1 + draft_len)
-        limit = min(num_drafted, runner.executor.worker.max_num_batched_tokens, MAX_DRAFT_STEP)
+        num_drafted = worker.num_lanes * (1 + draft_len)
+        limit = min(num_drafted, worker.max_num_batched_tokens, MAX_DRAFT_STEP)
         sizes = [0]
         seconds = [0.0]
         while sizes[-1] < limit:
@@ -119,6 +114,6 @@ def measure_costs(runner: ModelRunner, max_draft_len: int, max_model_len: int) -
     plain = measure_sizes(0)
     with_drafts = measure_sizes(max_draft_len)
     num_tokens = min(1 + max_draft_len, len(with_drafts) - 1)
-    long_cost = measure(num_tokens, max_draft_len, max_model_len - max_draft_len)
+    long_cost = measure(num_tokens, max_draft_len, worker.max_model_len - max_draft_len)
     slowdown = max(0.0, long_cost - measure(num_tokens, max_draft_len))
-    return StepCosts(plain, with_drafts, slowdown / (num_tokens * max_model_len))
+    return StepCosts(plain, with_drafts, slowdown / (num_tokens * worker.max_model_len))

@@ -15,13 +15,11 @@ and can evict cached blocks. No sequence waits or is preempted for a draft.
 
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any
 
-from nanovllm.config import Config
-from nanovllm.engine.extension import Extension
-from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.feature import Description, Feature
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step import Step
 from nanovllm.features.speculation.costs import Candidate, StepCosts, measure_costs
 from nanovllm.outputs import FinishReason
 from nanovllm.worker.device import engine_settings
@@ -86,57 +84,73 @@ class Proposal:
                 break
 
 
-class Drafts(Extension):
+class Drafts(Feature):
     """Appends drafts of at most `max_draft_len` tokens to decodes, and removes what is rejected.
 
     Within a step `token_ids` ends with the draft. Nothing else distinguishes a draft token from a
-    token that is scheduled.
+    token that is scheduled. Steps do not overlap, because the positions in a step depend on how
+    many draft tokens of the step before were accepted.
     """
 
-    scheduler: Scheduler
+    serves = "num_speculative_tokens"
+    can_overlap = False
 
-    def __init__(self, max_draft_len: int, costs: StepCosts) -> None:
-        self.max_draft_len = max_draft_len
-        self.costs = costs
-        self.make_proposer = PromptLookup
+    def __init__(self, make_proposer: type[PromptLookup] = PromptLookup) -> None:
+        self.make_proposer = make_proposer
+        self.num_draft_tokens = 0
+        self.num_accepted_tokens = 0
+
+    def start(self, engine: LLMEngine) -> bool:
+        worker = engine.executor.worker
+        self.max_draft_len = min(
+            engine.config.num_speculative_tokens,
+            worker.backend.MAX_DRAFT_LEN,
+            worker.max_model_len - 1,
+        )
+        with engine_settings(engine.device):
+            self.costs: StepCosts = engine.executor.call(measure_costs, worker, self.max_draft_len)
+        return super().start(engine)
 
     def reset(self) -> None:
         self.drafts: dict[Sequence, list[int]] = {}  # in the current step
         self.proposals: dict[Sequence, Proposal] = {}  # for unfinished sequences that have decoded
 
-    def planned(self, seqs: list[Sequence]) -> None:
+    def planned(self, step: Step) -> None:
         """Give the rest of the step's budget and the free blocks to drafts."""
-        self.drafts = self.choose(seqs, self.scheduler.max_num_batched_tokens)
-        for seq, draft in self.drafts.items():
+        self.drafts = self.choose(step, self.scheduler.max_num_batched_tokens)
+        for index, seq in enumerate(step.seqs):
+            draft = self.drafts.get(seq)
+            if draft is None:
+                continue
             seq.token_ids += draft
             while not self.scheduler.block_manager.grow(seq):
                 seq.token_ids.pop()
                 draft.pop()
-            seq.num_scheduled_tokens += len(draft)
-            seq.num_logits += len(draft)
+            step.num_tokens[index] += len(draft)
+            step.num_logits[index] += len(draft)
 
-    def choose(self, seqs: list[Sequence], max_num_tokens: int) -> dict[Sequence, list[int]]:
-        """The drafts of a step of `seqs`, which has at most `max_num_tokens` with them."""
-        num_tokens = sum(seq.num_scheduled_tokens for seq in seqs)
+    def choose(self, step: Step, max_num_tokens: int) -> dict[Sequence, list[int]]:
+        """Choose drafts for a step, which has at most `max_num_tokens` with them."""
+        num_tokens = sum(step.num_tokens)
         budget = min(max_num_tokens, self.costs.max_num_tokens) - num_tokens
         drafts: dict[Sequence, list[int]] = {}
         if budget <= 0:
             return drafts
-        candidates = self._collect_candidates(seqs)[:budget]
+        candidates = self._collect_candidates(step)[:budget]
         if not candidates:
             return drafts
-        num_chosen = self.costs.choose_count(seqs, num_tokens, candidates)
+        num_chosen = self.costs.choose_count(step, candidates)
         for candidate in candidates[:num_chosen]:
             drafts.setdefault(candidate.seq, []).append(candidate.token_id)
         return drafts
 
-    def _collect_candidates(self, seqs: list[Sequence]) -> list[Candidate]:
+    def _collect_candidates(self, step: Step) -> list[Candidate]:
         """All draft tokens that could be computed, the most probable first."""
         candidates: list[Candidate] = []
-        for seq in seqs:
+        for index, seq in enumerate(step.seqs):
             # Penalties and min_tokens make logits depend on more than the K/V of the tokens before.
             is_eligible = not seq.params.penalizes and len(seq.token_ids) >= seq.min_num_tokens
-            if not seq.is_decode or not is_eligible:
+            if not step.is_decode(index) or not is_eligible:
                 continue
             if seq not in self.proposals:
                 self.proposals[seq] = Proposal(self.make_proposer(seq.token_ids))
@@ -153,27 +167,39 @@ class Drafts(Extension):
         candidates.sort(key=attrgetter("probability"), reverse=True)
         return candidates
 
-    def sampled(self, seqs: list[Sequence], token_ids: list[list[int]]) -> list[list[int]]:
+    def sampled(self, step: Step, token_ids: list[list[int]]) -> list[list[int]]:
         """Verify the drafts, as if only accepted tokens had been scheduled."""
         verified: list[list[int]] = []
-        for seq, sampled in zip(seqs, token_ids, strict=True):
-            draft = self.drafts.get(seq)
-            verified.append(self._verify(seq, draft, sampled) if draft else sampled)
+        for index, sampled in enumerate(token_ids):
+            seq = step.seqs[index]
+            if self.drafts.get(seq):
+                sampled = self._verify(seq, self.drafts[seq], sampled)
+                step.num_tokens[index] = len(sampled)
+                step.num_logits[index] = len(sampled)
+            verified.append(sampled)
         return verified
 
-    def recorded(self, seqs: list[Sequence]) -> None:
-        for seq in self.drafts:
-            if seq.status is SequenceStatus.RUNNING:  # release the blocks of rejected tokens
-                self.scheduler.block_manager.truncate(seq, seq.num_computed_tokens)
+    def advanced(self, step: Step) -> None:
+        for seq in self.drafts:  # release the blocks of rejected tokens
+            self.scheduler.block_manager.truncate(seq, seq.num_computed_tokens)
 
     def finished(self, seq: Sequence, reason: FinishReason) -> None:
         self.proposals.pop(seq, None)
 
-    def describe_sequence(self, seq: Sequence) -> dict[str, Any]:
-        return {"draft_token_ids": self.drafts.get(seq, [])}
+    def stats(self) -> dict[str, int]:
+        return {
+            "num_draft_tokens": self.num_draft_tokens,
+            "num_accepted_tokens": self.num_accepted_tokens,
+        }
+
+    def describe(self, step: Step) -> Description:
+        description = Description()
+        for seq in step.seqs:
+            description.seqs[seq] = {"draft_token_ids": self.drafts.get(seq, [])}
+        return description
 
     def _verify(self, seq: Sequence, draft: list[int], sampled: list[int]) -> list[int]:
-        """Remove the draft from `seq`. Return the sampled tokens that are valid.
+        """Remove the rejected part of a draft. Return the sampled tokens that are valid.
 
         `sampled` has one token more than the draft: sampled[i] is the token at the position of
         draft[i]. The tokens up to the first one that differs are valid, that one included.
@@ -181,18 +207,15 @@ class Drafts(Extension):
         num_accepted = count_matches(draft, sampled)
         if num_accepted > 0 and sampled[num_accepted] < 0:  # NaN: sampled again, in the next step
             num_accepted -= 1
-        self.scheduler.num_draft_tokens += len(draft)
-        self.scheduler.num_accepted_tokens += num_accepted
-
-        seq.num_scheduled_tokens = 1 + num_accepted
-        seq.num_logits = 1 + num_accepted
+        self.num_draft_tokens += len(draft)
+        self.num_accepted_tokens += num_accepted
+        # Accepted tokens stay until `postprocess` replaces them by the same, sampled tokens.
+        num_rejected = len(draft) - num_accepted
+        del seq.token_ids[len(seq.token_ids) - num_rejected :]
         if sampled[0] < 0:
             self._discard_step(seq)
-        # The blocks that accepted tokens fill can be cached now, while token_ids has them.
-        start = seq.num_computed_tokens
-        self.scheduler.block_manager.cache_full_blocks(seq, start, start + seq.num_scheduled_tokens)
-        del seq.token_ids[-len(draft) :]
-        return sampled[: seq.num_logits]
+            return []
+        return sampled[: 1 + num_accepted]
 
     def _discard_step(self, seq: Sequence) -> None:
         """Discard the step of `seq`, because a draft token can be the cause of NaN logits.
@@ -201,8 +224,6 @@ class Drafts(Extension):
         it. Later steps of this sequence have no drafts.
         """
         self.proposals[seq].is_disabled = True
-        seq.num_scheduled_tokens = 0
-        seq.num_logits = 0
         first = seq.num_computed_tokens // self.scheduler.block_size
         for block_id in seq.block_table[first:]:
             self.scheduler.block_manager.uncache(block_id)
@@ -216,12 +237,3 @@ def count_matches(draft: list[int], token_ids: list[int]) -> int:
             break
         num_matches += 1
     return num_matches
-
-
-def make_drafts(config: Config, runner: ModelRunner, max_model_len: int) -> Drafts:
-    """Make the extension, with costs that are measured now, before the first request."""
-    limit = runner.executor.worker.backend.MAX_DRAFT_LEN
-    max_draft_len = min(config.num_speculative_tokens, limit, max_model_len - 1)
-    with engine_settings(runner.device):
-        costs = measure_costs(runner, max_draft_len, max_model_len)
-    return Drafts(max_draft_len, costs)

@@ -11,20 +11,22 @@ import sys
 from collections import deque
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from nanovllm.engine.input_processor import RequestFactory
-from nanovllm.engine.request import Request
+from torch import Tensor
+
+from nanovllm.engine.feature import Feature
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.sequence import Sequence
 from nanovllm.features.structured_outputs.grammar_writer import (
     explain,
     make_grammar,
     naming_outputs,
 )
-from nanovllm.features.structured_outputs.masks import StructuredRequest
+from nanovllm.features.structured_outputs.masks import GrammarConstraint, apply_grammars
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.vocabulary import Vocabulary
 
@@ -35,28 +37,32 @@ LIMITS: Any = {"step_lexer_fuel": 50_000, "step_max_items": 50_000, "max_items_i
 MAX_LEXER_STATES = 50_000  # per sample
 
 
-@dataclass
-class GrammarCompiler:
-    """Compiles the grammars of the requests of one engine."""
+class StructuredOutputs(Feature):
+    """Compiles the grammars of the requests of one engine, and applies them."""
 
-    # Not the engine, because it would then refer to itself and outlive its last reference.
-    tokenizer: Any
-    vocab_size: int
-    eos_token_ids: frozenset[int]
+    serves = "structured_outputs"
 
-    def choose_factory(self, params: SamplingParams, num_samples: int) -> RequestFactory:
-        """Return a factory of requests, with the grammar of `params` if they have one.
+    def start(self, engine: LLMEngine) -> bool:
+        # Not the engine, because it would then refer to itself and outlive its last reference.
+        self.tokenizer = engine.tokenizer
+        self.vocab_size = engine.vocab_size
+        self.eos_token_ids = engine.eos_token_ids
+        return super().start(engine)
 
-        All `num_samples` of them share the states of one lexer.
+    def prepare(self, params: SamplingParams, num_samples: int) -> dict[str, Any]:
+        """Compile the grammar of `params`. All samples share the states of one lexer.
 
         Raises ValueError for a grammar that is invalid, too complex, or that no text matches.
         """
         outputs: Any = params.structured_outputs
         if outputs is None or num_samples == 0:
-            return Request
+            return {}
         with naming_outputs():
             matcher = self._compile(make_grammar(outputs), num_samples)
-        return partial(StructuredRequest, matcher=matcher)
+        return {"constraint": GrammarConstraint(matcher)}
+
+    def processed(self, rows: list[Sequence], logits: Tensor) -> Tensor:
+        return apply_grammars(rows, logits)
 
     def _compile(self, grammar: str, num_samples: int) -> Any:
         from llguidance import LLMatcher, LLParserLimits

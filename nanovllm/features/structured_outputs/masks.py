@@ -10,7 +10,7 @@ A matcher has consumed the generated tokens of its sequence. After an interrupte
 again with the committed ones. EOS may come when the text may end. grammars.py makes matchers.
 """
 
-from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -24,48 +24,42 @@ from nanovllm.outputs import FinishReason
 from nanovllm.utils.packing import to_device
 
 
-@dataclass(eq=False)
-class StructuredRequest(Request):
-    """A request with structured_outputs."""
+class GrammarConstraint:
+    """The grammar of a request, and where its text is in it."""
 
-    matcher: Any = None  # llguidance's LLMatcher, before the first token
+    def __init__(self, matcher: Any) -> None:
+        self.matcher = matcher  # llguidance's LLMatcher
 
-    def __post_init__(self) -> None:
-        self.matcher = self.matcher.deep_copy()
-        super().__post_init__()
+    def __copy__(self) -> "GrammarConstraint":
+        return GrammarConstraint(self.matcher.deep_copy())
 
-    def restart(self) -> None:
-        super().restart()
+    def restart(self, token_ids: list[int]) -> None:
         self.matcher.reset()
-        self.matcher.consume_tokens(self.token_ids[self.num_prompt_tokens :])
+        self.matcher.consume_tokens(token_ids)
 
-    def check_end(self) -> FinishReason | None:
-        """As Request.check_end. The sequence also ends when its text is complete."""
-        reason = super().check_end()
-        if reason == "stop":
-            return reason
-        self.matcher.consume_token(self.token_ids[-1])
+    def consume(self, token_id: int) -> FinishReason | None:
+        self.matcher.consume_token(token_id)
         if self.matcher.is_error():
             return "error"
-        return "stop" if self.matcher.is_stopped() else reason
+        return "stop" if self.matcher.is_stopped() else None
 
-    def explain_error(self) -> str:
+    def explain_error(self) -> str | None:
         error = self.matcher.get_error()
         if not error:
-            return super().explain_error()
+            return None
         limit = find_limit(error)
         if limit is None:
             return "its structured_outputs allow no way to continue its text"
         return f"its structured_outputs are too complex ({limit}): simplify them"
 
-    def compute_masks(self) -> list[np.ndarray]:
-        """The mask of each row of logits. All rows but the first follow a draft token."""
+    def compute_masks(self, seq: Sequence, num_rows: int) -> list[np.ndarray]:
+        """Compute the mask of each row of logits. All rows but the first follow a draft token."""
         masks = [compute_mask(self.matcher)]
-        is_banned = len(self.token_ids) < self.min_num_tokens
-        if is_banned and self.stop_token_ids.issuperset(list_tokens(masks[0])):
+        is_banned = len(seq.token_ids) < seq.min_num_tokens
+        if is_banned and seq.stop_token_ids.issuperset(list_tokens(masks[0])):
             # Only stop tokens may come. The text could neither go on nor end.
-            self.min_num_tokens = 0
-        draft = self.token_ids[len(self.token_ids) - self.num_logits + 1 :]
+            seq.min_num_tokens = 0
+        draft = seq.token_ids[len(seq.token_ids) - num_rows + 1 :]
         # A copy, because a draft token can exceed limits, and an error of a matcher is final.
         matcher = self.matcher.deep_copy() if draft else self.matcher
         for token_id in draft:
@@ -86,18 +80,23 @@ def list_tokens(mask: np.ndarray) -> list[int]:
     return np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()
 
 
-def apply_grammars(logits: Tensor, rows: list[Sequence]) -> Tensor:
+def apply_grammars(rows: list[Sequence], logits: Tensor) -> Tensor:
     """Let sequences with a grammar sample only what may come next. Each row has a sequence.
 
     A row without any allowed token becomes NaN, which ends its sequence with an error.
     """
     masks: list[np.ndarray] = []  # computed while a GPU still computes the logits
-    for seq in dict.fromkeys(rows):
-        if isinstance(seq, StructuredRequest):
-            masks += seq.compute_masks()
+    indices: list[int] = []
+    end = 0
+    for seq, group in groupby(rows):
+        start = end
+        end += len(list(group))
+        constraint = seq.constraint if isinstance(seq, Request) else None
+        if isinstance(constraint, GrammarConstraint):
+            masks += constraint.compute_masks(seq, end - start)
+            indices += range(start, end)
     if not masks:
         return logits
-    indices = [index for index, seq in enumerate(rows) if isinstance(seq, StructuredRequest)]
     device = logits.device
     masked_rows = to_device(np.array(indices), device)
     bits = np.unpackbits(np.array(masks), axis=1, bitorder="little")

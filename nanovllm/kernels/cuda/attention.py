@@ -118,7 +118,7 @@ def attend(query: Tensor, kv_cache: Tensor, batch: Batch, shape: AttentionShape)
     """
     query = query.contiguous()
     output = torch.empty_like(query)
-    num_prefills = len(batch.prefills)
+    num_prefills = len(batch.long_queries)
     if num_prefills < len(batch.context_lens):
         _attend(query, kv_cache, batch, shape, output, is_decode=True)
     if num_prefills > 0:
@@ -138,7 +138,7 @@ def _attend(
     num_tokens, num_heads, head_dim = query.shape
     block_size, num_kv_heads = kv_cache.shape[2:4]
     num_seqs = len(batch.context_lens)
-    num_prefills = len(batch.prefills)
+    num_prefills = len(batch.long_queries)
     kernels = _prepare(
         is_decode,
         query.device,
@@ -178,7 +178,7 @@ def _attend(
         batch.cu_seqlens_q,
         batch.context_lens,
         batch.block_tables,
-        batch.prefills,
+        batch.long_queries,
         shape.scale * _LOG2_E,
         batch.block_tables.stride(0),
         num_prefills,

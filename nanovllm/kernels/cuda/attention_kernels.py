@@ -31,7 +31,7 @@ from triton.language import constexpr
         "cu_seqlens_ptr",
         "context_lens_ptr",
         "tables_ptr",
-        "prefills_ptr",
+        "long_queries_ptr",
     ],
 )
 def attend_kernel(
@@ -47,7 +47,7 @@ def attend_kernel(
     cu_seqlens_ptr,
     context_lens_ptr,
     tables_ptr,
-    prefills_ptr,
+    long_queries_ptr,
     scale,
     table_stride,
     num_prefills,
@@ -79,7 +79,7 @@ def attend_kernel(
         index = tl.num_programs(0) - 1 - tl.program_id(0)
         kv_head = tl.program_id(0) % NUM_KV_HEADS
         seq, tile = find_tile(
-            index // NUM_KV_HEADS, cu_seqlens_ptr, prefills_ptr, num_prefills, TOKENS
+            index // NUM_KV_HEADS, cu_seqlens_ptr, long_queries_ptr, num_prefills, TOKENS
         )
         split = 0
     query_start = tl.load(cu_seqlens_ptr + seq)
@@ -192,7 +192,7 @@ def find_tile(index, cu_seqlens_ptr, seqs_ptr, num_seqs, TOKENS: constexpr):
     None. All other sequences have one token. The batch does not list tiles. Those of the i-th of
     these sequences are counted from num_tokens // TOKENS + i, where num_tokens are the tokens of
     these sequences before it. This leaves room for an incomplete tile of every sequence. With
-    TOKENS = 4, queries of 3, 1 and 6 tokens, and tiles of the prefills only:
+    TOKENS = 4, queries of 3, 1 and 6 tokens, and tiles of the long queries only:
 
         prefill    0    1
         sequence   0    2

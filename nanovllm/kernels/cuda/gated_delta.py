@@ -67,7 +67,7 @@ class FastGatedDeltaRule(OptimizedLayer, GatedDeltaRule):
             prepared,
             num_seqs,
         )
-        has_decodes = len(batch.prefills) < num_seqs
+        has_decodes = len(batch.long_queries) < num_seqs
         # Decodes, and then all other sequences.
         for length in sorted({1, chunk} if has_decodes else {chunk}):
             launch = prepare(

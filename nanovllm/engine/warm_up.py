@@ -1,14 +1,12 @@
-"""Sampling before the first request: for self-tests, the profile run and warm-up runs.
-
-Rows of logits belong to sequences. Their class is an argument, because worker/ knows none.
-"""
+"""Sampling before the first request: for self-tests, the profile run and warm-up runs."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step import Step
 from nanovllm.layers.sampler import Sampler, make_sampling_batch
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.worker.worker import Worker
@@ -20,13 +18,12 @@ KINDS = [
     # The most expensive kind comes last, so that its memory is on top of what the others keep.
     SamplingParams(top_p=0.5, repetition_penalty=2.0, min_tokens=1, logprobs=20),
 ]
-MakeSequence = Callable[..., Any]
 
 
-def sample_test_rows(sampler: Sampler, dtype: torch.dtype, make_sequence: MakeSequence) -> None:
+def sample_test_rows(sampler: Sampler, dtype: torch.dtype) -> None:
     """Sample rows of random logits in each way, for the self-test of the sampler."""
     # Not the greedy kind, because 16-bit logits can be equal.
-    rows = [make_sequence(i, [0], params, seed=i) for i, params in enumerate(KINDS[1:] * 8)]
+    rows = [Sequence(i, [0], params, seed=i) for i, params in enumerate(KINDS[1:] * 8)]
     device = sampler.token_hashes.device
     vocab_size = len(sampler.token_hashes)
     generator = torch.Generator().manual_seed(0)
@@ -36,10 +33,7 @@ def sample_test_rows(sampler: Sampler, dtype: torch.dtype, make_sequence: MakeSe
 
 
 def sample_each_kind(
-    worker: Worker,
-    sample: Callable[[Tensor, list[Any]], object],
-    make_sequence: MakeSequence,
-    logits: Tensor,
+    sample: Callable[[Tensor, Step], object], worker: Worker, logits: Tensor
 ) -> None:
     """Sample from `logits` [num_rows, vocab_size] with each kind of parameters.
 
@@ -47,10 +41,9 @@ def sample_each_kind(
     penalties depends on the longest sequence.
     """
     for params in KINDS:
-        seqs: list[Any] = []
+        step = Step()
         for seq_id in range(len(logits)):
-            token_ids = [0] * (worker.max_model_len if seq_id == 0 else 1)
-            seq = make_sequence(seq_id, token_ids, params, stop_token_ids=frozenset([0]))
-            seq.num_logits = 1
-            seqs.append(seq)
-        sample(logits, seqs)
+            num_tokens = worker.max_model_len if seq_id == 0 else 1
+            seq = Sequence(seq_id, [0] * num_tokens, params, stop_token_ids=frozenset([0]))
+            step.add(seq, num_tokens=1, num_logits=1)
+        sample(logits, step)

@@ -1,0 +1,167 @@
+"""The fixed points of a step at which an optional feature may act.
+
+A feature is a subclass of Feature, and one object in the list of an engine. It overrides the points
+that it needs. The scheduler, the model runner and the engine call each point for all features of
+the list, in order, and know none of them by name:
+
+    prepare                                  the parameters of prompts, before they are queued
+    begin_step
+        limit_prefix, may_start, admitted    for a waiting sequence
+        limit_tokens, scheduled              for scheduled tokens, except a decode within a block
+        releasing                            for a running sequence that is preempted
+    planned                                  the step can still be extended, within its budget
+    prepared                                 the batch can still be changed
+    computed                                 logits, before any of them is sampled
+    processed                                logits of requests that change them
+    sampled                                  tokens, in reverse order, as nested calls return
+    advanced                                 the step's tokens count as computed
+    recorded                                 the sampled tokens are appended
+    releasing, finished, reset               can also come between steps
+
+If steps overlap, `advanced` of a step comes before its `sampled` and `recorded`, and between these
+the next step is planned. A feature that cannot work in this way sets `can_overlap` to False.
+"""
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from nanovllm.batch import Batch
+from nanovllm.engine.block_manager import Block
+from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step import Step
+from nanovllm.outputs import FinishReason
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.checks import invalid
+
+NEEDS_LLM = "no feature of this engine serves it: use nanovllm.LLM, which has all features"
+
+
+@dataclass
+class Description:
+    """What a trace records of a feature, as names with values that JSON can hold."""
+
+    settings: dict[str, Any] = field(default_factory=dict)  # the same in all steps
+    step: dict[str, Any] = field(default_factory=dict)
+    seqs: dict[Sequence, dict[str, Any]] = field(default_factory=dict)
+
+
+class Feature:
+    """An optional feature. Each point does nothing unless a subclass overrides it."""
+
+    # What it serves: a name in `needs` of Config, ModelSpec or SamplingParams. An engine uses the
+    # features that its model and options need, and all that serve parameters of requests.
+    serves: ClassVar[str] = ""
+    can_overlap: ClassVar[bool] = True
+    scheduler: Any  # the Scheduler, which imports this module
+
+    def start(self, engine: Any) -> bool:
+        """Prepare for an LLMEngine without requests. Return whether it needs this feature."""
+        # A weak reference avoids a cycle, so an engine is freed with its last reference.
+        self.scheduler = weakref.proxy(engine.scheduler)
+        self.reset()
+        return True
+
+    def reset(self) -> None:
+        """The queues and the KV cache are empty."""
+
+    def prepare(self, params: SamplingParams, num_samples: int) -> dict[str, Any]:
+        """Return fields of Request for all `num_samples` of prompts that share `params`.
+
+        Raises ValueError for parameters that cannot be served.
+        """
+        return {}
+
+    def begin_step(self) -> None:
+        """A step begins. Drop what an interrupted one has left."""
+
+    def limit_prefix(self, seq: Sequence, prefix: list[Block]) -> list[Block]:
+        """Return the cached blocks that a waiting sequence can reuse, of those that were found."""
+        return prefix
+
+    def may_start(self, seq: Sequence) -> bool:
+        """Return whether a waiting sequence may be admitted in this step."""
+        return True
+
+    def admitted(self, seq: Sequence) -> None:
+        """A sequence has its blocks and its lane."""
+
+    def limit_tokens(self, seq: Sequence, num_tokens: int) -> int:
+        """Return how many of the tokens that fit into the step are scheduled."""
+        return num_tokens
+
+    def scheduled(self, seq: Sequence, end: int) -> None:
+        """The tokens of a sequence up to position `end` are scheduled.
+
+        The blocks that they make full are cached, so sequences that are admitted later in this step
+        can share them.
+        """
+
+    def releasing(self, seq: Sequence) -> None:
+        """A sequence, preempted or with a finish_reason, is about to lose its blocks and lane."""
+
+    def planned(self, step: Step) -> None:
+        """The policy has planned the step. The rest of its budget can still be used."""
+
+    def prepared(self, step: Step, batch: Batch) -> Batch:
+        """Return the batch that the model receives. Its arrays are numpy's, on the host."""
+        return batch
+
+    def computed(self, step: Step, logits: Tensor) -> Tensor:
+        """Return the rows of `logits` that are sampled.
+
+        If a batch has very many rows, they come in parts. With several ranks this runs in rank 0's
+        thread, which finishes the step of a call that was interrupted.
+        """
+        return logits
+
+    def processed(self, rows: list[Sequence], logits: Tensor) -> Tensor:
+        """Return changed logits, of which each row has a sequence. Penalties come after this.
+
+        Called if the parameters of a row change logits.
+        """
+        return logits
+
+    def sampled(self, step: Step, token_ids: list[list[int]]) -> list[list[int]]:
+        """Return the valid ones of the tokens that were sampled for each sequence."""
+        return token_ids
+
+    def advanced(self, step: Step) -> None:
+        """The tokens of the step count as computed."""
+
+    def recorded(self, step: Step) -> None:
+        """The valid tokens are appended, and sequences that have ended are finished."""
+
+    def finished(self, seq: Sequence, reason: FinishReason) -> None:
+        """A sequence has ended, within a step or between two."""
+
+    def exit(self) -> None:
+        """The engine ends, or has not started. A second call has no effect."""
+
+    def stats(self) -> dict[str, int]:
+        """Return counters, by their names in Stats."""
+        return {}
+
+    def describe(self, step: Step) -> Description:
+        """Describe this feature in a step, before its result, for a trace."""
+        return Description()
+
+
+def choose_features(features: Iterable[Feature], needs: list[str]) -> list[Feature]:
+    """Return those of `features` that an engine uses, in order.
+
+    Raises ValueError if it needs something that none of them serves.
+    """
+    chosen = [
+        feature
+        for feature in features
+        if feature.serves in needs or hasattr(SamplingParams, feature.serves)
+    ]
+    served = [feature.serves for feature in chosen]
+    for name in needs:
+        if name not in served:
+            raise invalid(name, NEEDS_LLM)
+    return chosen
