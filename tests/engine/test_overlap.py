@@ -103,6 +103,9 @@ class Run:
             assert len(self.reports) < 1000, "a request never ends"
         check_idle(llm)
         self.outputs = [self.simplify(sample.output()) for sample in self.samples]
+        reported = [output for report in self.reports for output in report]
+        ends = [output["index"] for output in reported if output["finish_reason"] is not None]
+        assert sorted(ends) == list(range(len(self.samples))), "each end is reported once"
 
     def simplify(self, output):
         """Leave out what differs between two runs, and round log probabilities."""
