@@ -227,8 +227,7 @@ class LLM(ThreadSafeEngine):
             self.step(inbox={})
             while inbox:  # a step of another thread may be adding to it
                 request, _ = inbox.popitem()
-                _, finish_reason = request.committed
-                if finish_reason is not None:
+                if request.has_ended:
                     num_requests -= 1
                     yield request
 

@@ -228,6 +228,13 @@ class BlockManager:
             if block.ref_count == 0:
                 self.num_reusable -= 1
 
+    def uncache_sequence(self, seq: Sequence) -> None:
+        """Remove all blocks with K/V of `seq` from the prefix cache, also those it has released."""
+        for block_hash in seq.block_hashes:
+            block_id = self.hash_to_block_id.get(block_hash)
+            if block_id is not None:
+                self.uncache(block_id)
+
     def release(self, seq: Sequence) -> None:
         """Release all blocks of `seq`."""
         self.truncate(seq, 0)

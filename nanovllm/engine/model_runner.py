@@ -39,9 +39,11 @@ class Sampled:
 
     def __init__(self, step: Step, rows: list[Sequence], logits: Tensor, tokens: Tensor) -> None:
         self.step = step
-        self.rows = rows  # the sequence of each row
-        self.logits = logits  # [num_rows, vocab_size], the model's own
         self.tokens = tokens  # int64 [num_rows]
+        self.num_logprobs = [seq.params.logprobs for seq in rows]
+        # [num_rows, vocab_size], the model's own. They are kept only if a row needs them.
+        needs_logits = any([num is not None for num in self.num_logprobs])
+        self.logits = logits if needs_logits else None
         self.on_host = tokens.to("cpu", non_blocking=True)
         self.copied: torch.cuda.Event | None = None
         if tokens.is_cuda:
@@ -185,10 +187,9 @@ class ModelRunner:
         step = sampled.step
         token_ids = step.split(self.executor.call(sampled.wait))
         logprobs: Logprobs = None
-        if any([seq.params.logprobs is not None for seq in step.seqs]):
-            # Of the unchanged logits, because log probabilities are the model's own.
-            requested = [seq.params.logprobs for seq in sampled.rows]
-            logprobs = step.split(find_logprobs(sampled.logits, sampled.tokens, requested))
+        if sampled.logits is not None:
+            found = find_logprobs(sampled.logits, sampled.tokens, sampled.num_logprobs)
+            logprobs = step.split(found)
         for feature in reversed(self.features):
             token_ids = feature.sampled(step, token_ids)
         return token_ids, logprobs

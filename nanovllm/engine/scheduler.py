@@ -244,8 +244,7 @@ class Scheduler:
         After an interrupt the sequence may be in neither queue.
         """
         if reason == "error":  # its K/V may be NaN, and no other sequence must reuse them
-            for block_id in seq.block_table:
-                self.block_manager.uncache(block_id)
+            self.block_manager.uncache_sequence(seq)
         if seq.has_pending_token:  # aborted while a step is in flight
             seq.token_ids.pop()
         seq.finish_reason = reason

@@ -177,10 +177,7 @@ class Windows(Feature):
     def finished(self, seq: Sequence, reason: FinishReason) -> None:
         self.held.pop(seq, None)
         if reason == "error":  # what its window has left can have NaN, too
-            for block_hash in seq.block_hashes:
-                block_id = self.pool.hash_to_block_id.get(block_hash)
-                if block_id is not None:
-                    self.pool.uncache(block_id)
+            self.pool.uncache_sequence(seq)
 
     def _resize(self, seq: Sequence, num_tokens: int) -> None:
         """Take or release blocks, so that the last one is that of the first `num_tokens` tokens."""

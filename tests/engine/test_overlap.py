@@ -4,7 +4,7 @@ On a CPU, an engine overlaps its steps only if a test says so.
 """
 
 from dataclasses import replace
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -103,6 +103,9 @@ class Run:
             assert len(self.reports) < 1000, "a request never ends"
         check_idle(llm)
         self.outputs = [self.simplify(sample.output()) for sample in self.samples]
+        reported = [output for report in self.reports for output in report]
+        ends = [output["index"] for output in reported if output["finish_reason"] is not None]
+        assert sorted(ends) == list(range(len(self.samples))), "each end is reported once"
 
     def simplify(self, output):
         """Leave out what differs between two runs, and round log probabilities."""
@@ -202,6 +205,24 @@ def test_an_abort_of_the_last_request(llm):
     assert run.outputs[0]["finish_reason"] == "abort"
     plain = Run(llm, overlaps=False)
     assert Run(llm, overlaps=True).outputs == plain.outputs
+
+
+def test_an_abort_within_a_step_is_counted_once(make):
+    """generate returns when all of its requests have ended, of which one is in flight."""
+    llm = make("qwen3")
+    llm.overlaps = True
+    forward = llm.model_runner.forward
+    calls = []
+
+    def abort_first(step):
+        calls.append(step)
+        if len(calls) == 3:
+            llm.abort(step.seqs[0].seq_id)
+        return forward(step)
+
+    with patch.object(llm.model_runner, "forward", abort_first):
+        outputs = llm.generate([PROMPT, PROMPT], greedy(9), use_tqdm=False)
+    assert [output["finish_reason"] for output in outputs] == ["abort", "length"]
 
 
 def abort_after_three_steps(run):

@@ -49,6 +49,20 @@ def test_nan_ends_a_sequence_and_its_blocks_are_not_reused():
     assert scheduler.block_manager.hash_to_block_id == {}
 
 
+def test_nan_of_a_sequence_that_is_preempted_before_it_is_known_is_not_reused():
+    """Its step is in flight, and its blocks are free and cached."""
+    scheduler = make_scheduler()
+    seq = make_sequence(0, prompt_len=5, max_tokens=4)
+    scheduler.add(seq)
+    step = scheduler.schedule()
+    scheduler.advance(step)
+    scheduler.preempt(seq)
+    assert scheduler.block_manager.hash_to_block_id
+    scheduler.postprocess(step, [[-1]])
+    assert seq.finish_reason == "error"
+    assert scheduler.block_manager.hash_to_block_id == {}
+
+
 def test_a_stop_token_ends_a_sequence_after_min_tokens():
     scheduler = make_scheduler()
     params = SamplingParams(min_tokens=2, max_tokens=3)
