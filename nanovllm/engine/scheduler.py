@@ -201,12 +201,11 @@ class Scheduler:
                 self.num_decode_tokens += num_tokens
             else:
                 self.num_prefill_tokens += num_tokens
-            start = seq.num_computed_tokens
-            end = start + num_tokens
-            seq.num_computed_tokens = end
+            seq.num_computed_tokens += num_tokens
+            end = seq.num_computed_tokens
             if end % self.block_size < num_tokens:
                 # Tokens that were pending or drafts when the step was planned may fill a block.
-                self.block_manager.cache_full_blocks(seq, start, end)
+                self.block_manager.cache_full_blocks(seq, end - num_tokens, end)
         for feature in self.features:
             feature.advanced(step)
         row = 0
@@ -244,7 +243,10 @@ class Scheduler:
         After an interrupt the sequence may be in neither queue.
         """
         if reason == "error":  # its K/V may be NaN, and no other sequence must reuse them
-            self.block_manager.uncache_sequence(seq)
+            for block_id in seq.block_table:
+                self.block_manager.uncache(block_id)
+            if not seq.block_table:  # it was preempted while its step was in flight
+                self.block_manager.uncache_sequence(seq)
         if seq.has_pending_token:  # aborted while a step is in flight
             seq.token_ids.pop()
         seq.finish_reason = reason
