@@ -160,8 +160,13 @@ def choose_features(features: Iterable[Feature], needs: list[str]) -> list[Featu
         for feature in features
         if feature.serves in needs or hasattr(SamplingParams, feature.serves)
     ]
-    served = [feature.serves for feature in chosen]
+    check_served(needs, chosen)
+    return chosen
+
+
+def check_served(needs: list[str], features: list[Feature]) -> None:
+    """Raise ValueError for a need that none of `features` serves."""
+    served = [feature.serves for feature in features]
     for name in needs:
         if name not in served:
             raise invalid(name, NEEDS_LLM)
-    return chosen

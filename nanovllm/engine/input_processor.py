@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from nanovllm.engine.feature import NEEDS_LLM, Feature
+from nanovllm.engine.feature import Feature, check_served
 from nanovllm.engine.request import Inbox, Request
 from nanovllm.layers.noise import derive_seed
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.detokenizer import Detokenizer
 from nanovllm.text.prompt_encoder import PromptEncoder
-from nanovllm.utils.checks import check_int, check_type, invalid
+from nanovllm.utils.checks import check_int, check_type
 
 Prompt = str | list[int]
 
@@ -64,10 +64,7 @@ class InputProcessor:
 
     def make_fields(self, params: SamplingParams, num_samples: int) -> dict[str, Any]:
         """Collect what features give the `num_samples` requests with these parameters."""
-        served = [feature.serves for feature in self.features]
-        for name in params.needs:
-            if name not in served:
-                raise invalid(name, NEEDS_LLM)
+        check_served(params.needs, self.features)
         fields: dict[str, Any] = {}
         for feature in self.features:
             fields |= feature.prepare(params, num_samples)

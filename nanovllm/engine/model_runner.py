@@ -81,9 +81,8 @@ class ModelRunner:
                 worker.kernels.kernelize(self.sampler, self.device, spec.dtype, run)
             sample = partial(sample_each_kind, self.sample_and_read, worker)
             self.executor.call(start_worker, worker, sample)
-        self.num_lanes = worker.num_lanes
         # The block tables of all lanes, so that a decode need not copy its whole table.
-        self.block_tables = np.zeros((self.num_lanes, worker.block_table_width), np.int32)
+        self.block_tables = np.zeros((worker.num_lanes, worker.block_table_width), np.int32)
 
     def forward(self, step: Step) -> Tensor:
         """Launch the tokens of a step. Return logits [num_logits of all, vocab_size]."""
