@@ -96,7 +96,6 @@ EVENINGS = (
             "nanovllm.engine.block_manager:BlockManager.find_block",
             "nanovllm.engine.block_manager:BlockManager.find_next_block",
             "nanovllm.engine.block_manager:BlockManager.find_prefix",
-            "nanovllm.engine.block_manager:BlockManager.count_needed_blocks",
             "nanovllm.engine.block_manager:BlockManager.share",
             "nanovllm.engine.block_manager:BlockManager.allocate",
             "nanovllm.engine.block_manager:BlockManager.release_block",

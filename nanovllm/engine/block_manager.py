@@ -9,7 +9,7 @@ chained hash, which covers its own tokens and the hash of the block before it:
 
 A cached block is a full block that is listed in `hash_to_block_id`, so other sequences can hit it.
 A block that is computed again is an uncached duplicate. That happens if two sequences compute it at
-the same time, or if a hit ends before it: before the last token of a prompt, or earlier because an
+the same time, or if a hit ends before it: before the last token of a prompt, or earlier because a
 feature needs what the cache does not have, such as a recurrent state.
 
 A freed block keeps its content until it is taken for other tokens. `free_block_ids` is the
@@ -125,29 +125,22 @@ class BlockManager:
             return None
         return block
 
-    def count_needed_blocks(self, seq: Sequence, prefix: list[Block]) -> int:
-        """Count the free blocks that `allocate` takes: new ones, and free ones of `prefix`."""
-        num_new = cdiv(len(seq.token_ids), self.block_size) - len(prefix)
-        return num_new + len([block for block in prefix if block.ref_count == 0])
-
     def allocate(self, seq: Sequence, prefix: list[Block]) -> bool:
         """Build the block table: `prefix`, then new blocks for all other tokens.
 
-        Return False, and change nothing, if there are not enough free blocks.
+        Return False, and only remember it, if there are not enough free blocks.
         """
-        if self.count_needed_blocks(seq, prefix) > len(self.free_block_ids):
+        num_new = cdiv(len(seq.token_ids), self.block_size) - len(prefix)
+        num_needed = num_new + len([block for block in prefix if block.ref_count == 0])
+        if num_needed > len(self.free_block_ids):
+            # A feature may have shortened `prefix`.
+            self.blocked = SearchMemo(seq, num_needed, self.find_prefix(seq))
             return False
         self.blocked = None
         for block in prefix:  # before new blocks are taken, which could evict one of these
             self.share(block)
         seq.block_table = [block.block_id for block in prefix]
         return self.grow(seq)  # there are enough free blocks
-
-    def remember_failure(self, seq: Sequence, prefix: list[Block]) -> None:
-        """Remember that `allocate` failed, for `is_still_blocked`."""
-        num_needed = self.count_needed_blocks(seq, prefix)
-        # A feature may have shortened `prefix`.
-        self.blocked = SearchMemo(seq, num_needed, self.find_prefix(seq))
 
     def is_still_blocked(self, seq: Sequence) -> bool:
         """Return whether `allocate` failed for `seq` and would fail again, without a new search.

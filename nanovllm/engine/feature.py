@@ -23,7 +23,7 @@ the next step is planned. A feature that cannot work in this way sets `can_overl
 """
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -52,14 +52,13 @@ class Description:
 class Feature:
     """An optional feature. Each point does nothing unless a subclass overrides it."""
 
-    # What it serves: a name in `needs` of Config, ModelSpec or SamplingParams. An engine uses the
-    # features that its model and options need, and all that serve parameters of requests.
+    # A name in `needs` of Config, ModelSpec or SamplingParams.
     serves: ClassVar[str] = ""
     can_overlap: ClassVar[bool] = True
     scheduler: Any  # the Scheduler, which imports this module
 
     def start(self, engine: Any) -> bool:
-        """Prepare for an LLMEngine without requests. Return whether it needs this feature."""
+        """Prepare for an LLMEngine without requests. Return whether it uses this feature."""
         # A weak reference avoids a cycle, so an engine is freed with its last reference.
         self.scheduler = weakref.proxy(engine.scheduler)
         self.reset()
@@ -150,21 +149,7 @@ class Feature:
         return Description()
 
 
-def choose_features(features: Iterable[Feature], needs: list[str]) -> list[Feature]:
-    """Return those of `features` that an engine uses, in order.
-
-    Raises ValueError if it needs something that none of them serves.
-    """
-    chosen = [
-        feature
-        for feature in features
-        if feature.serves in needs or hasattr(SamplingParams, feature.serves)
-    ]
-    check_served(needs, chosen)
-    return chosen
-
-
-def check_served(needs: list[str], features: list[Feature]) -> None:
+def check_served(needs: list[str], features: Collection[Feature]) -> None:
     """Raise ValueError for a need that none of `features` serves."""
     served = [feature.serves for feature in features]
     for name in needs:

@@ -18,10 +18,10 @@ they are read, because the device is busy with the forward pass:
     device     ... forward 1, sample 1 | forward 2 ..................... | sample 2 | forward 3 ...
 """
 
-import operator
+import math
 import warnings
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import TypeVar, cast
 
 import torch
@@ -29,7 +29,7 @@ import torch
 from nanovllm.checkpoints.checkpoint import Checkpoint
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.feature import Feature, choose_features
+from nanovllm.engine.feature import Feature, check_served
 from nanovllm.engine.input_processor import InputProcessor, PreparedPrompt, Prompt
 from nanovllm.engine.model_runner import ModelRunner, Sampled
 from nanovllm.engine.request import Inbox, Request
@@ -39,7 +39,7 @@ from nanovllm.models.architectures import read_spec
 from nanovllm.outputs import Logprobs, RequestOutput, Stats
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompt_encoder import PromptEncoder
-from nanovllm.utils.checks import naming
+from nanovllm.utils.checks import check_int
 from nanovllm.utils.terminal import report
 from nanovllm.worker.device import engine_settings
 
@@ -56,7 +56,7 @@ class LLMEngine:
     Raises RuntimeError if another rank does not start.
     """
 
-    def __init__(self, config: Config, features: Iterable[Feature] = ()) -> None:
+    def __init__(self, config: Config, features: Collection[Feature] = ()) -> None:
         self.config = config
         policy = choose_policy(config)
         checkpoint = Checkpoint.open(config)
@@ -67,7 +67,7 @@ class LLMEngine:
             quantization=config.quantization,
             max_model_len=config.max_model_len,
         )
-        chosen = choose_features(features, config.needs + spec.needs)
+        check_served(config.needs + spec.needs, features)
         self.tokenizer = checkpoint.tokenizer
         # Ids above the vocabulary cannot be sampled.
         self.eos_token_ids = frozenset(i for i in checkpoint.eos_token_ids if i < spec.vocab_size)
@@ -101,13 +101,13 @@ class LLMEngine:
         self.in_flight: Sampled | None = None  # what the newest step has sampled, not read yet
         # Whether a step is launched before the tokens of the step before are read.
         self.overlaps = self.device.type == "cuda"
-        for feature in chosen:
+        for feature in features:
             self.add_feature(feature)
         if self.overlaps:
             report("steps overlap: each one is launched before the tokens of the last one are read")
 
     def add_feature(self, feature: Feature) -> None:
-        """Add a feature between two steps. It comes after the others."""
+        """Add a feature between two steps, after the others, unless this engine does not use it."""
         if not feature.start(self):
             return
         if self.overlaps and not feature.can_overlap:
@@ -200,15 +200,8 @@ class LLMEngine:
 
     def abort(self, request_id: int) -> None:
         """Abort a request with all its samples. No effect if it is unknown or finished."""
-        self._cancel(self._find_samples(request_id))
-
-    def _find_samples(self, request_id: int) -> list[Request]:
-        """Return the unfinished samples with an id."""
-        if isinstance(request_id, bool):
-            raise TypeError(f"request_id must be an int, not {request_id}")
-        with naming("request_id", TypeError, kind=TypeError):
-            request_id = operator.index(request_id)
-        return list(self.requests.get(request_id, ()))
+        request_id = check_int("request_id", request_id, -math.inf)
+        self._cancel(list(self.requests.get(request_id, ())))
 
     def _cancel(self, requests: list[Request]) -> None:
         """Cancel the unfinished ones among `requests`."""

@@ -5,6 +5,7 @@ It reads sequences and never touches the queues.
 
 import weakref
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -93,13 +94,17 @@ class ModelRunner:
 
     def _execute(self, step: Step, batch: Batch) -> Tensor:
         worker = self.executor.worker
-        parts: list[Tensor] = []
-        for hidden in worker.execute(batch).split(worker.max_num_logits):
-            logits = worker.compute_logits(hidden)
-            for feature in self.features:
-                logits = feature.computed(step, logits)
-            parts.append(logits)
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        hidden = worker.execute(batch)
+        if len(hidden) <= worker.max_num_logits:
+            return self._compute_logits(step, hidden)
+        parts = hidden.split(worker.max_num_logits)
+        return torch.cat([self._compute_logits(step, rows) for rows in parts])
+
+    def _compute_logits(self, step: Step, hidden: Tensor) -> Tensor:
+        logits = self.executor.worker.compute_logits(hidden)
+        for feature in self.features:
+            logits = feature.computed(step, logits)
+        return logits
 
     def prepare_batch(self, step: Step) -> Batch[np.ndarray]:
         """Flatten the tokens of a step, on the host. batch.py draws the result.
@@ -123,14 +128,13 @@ class ModelRunner:
         starts = np.array([seq.num_computed_tokens for seq in step.seqs], np.int32)
         lanes = np.array([seq.lane for seq in step.seqs], np.int32)
         query_lens = np.array(step.num_tokens, np.int32)
-        num_logits = np.array(step.num_logits, np.int32)
-        cu_seqlens_q = np.concatenate(([0], query_lens.cumsum()), dtype=np.int32)
-        # Of each token: its sequence, 0 0 0 1 2 2 in batch.py, and its place among those computed.
-        seq_index = np.repeat(np.arange(len(lanes)), query_lens)
-        offset_in_query = np.arange(len(input_ids), dtype=np.int32) - cu_seqlens_q[seq_index]
-        has_logits = offset_in_query >= (query_lens - num_logits)[seq_index]
-        positions = starts[seq_index] + offset_in_query
+        cu_seqlens_q = np.array([0, *accumulate(step.num_tokens)], np.int32)
         context_lens = starts + query_lens
+        # Of each token: its sequence, 0 0 0 1 2 2 in batch.py, and its index in the batch.
+        seq_index = np.repeat(np.arange(len(lanes)), step.num_tokens)
+        index = np.arange(len(input_ids), dtype=np.int32)
+        positions = index + (starts - cu_seqlens_q[:-1])[seq_index]
+        has_logits = index >= (cu_seqlens_q[1:] - step.num_logits)[seq_index]
         max_seqlen_k = int(context_lens.max())
         block_tables = self.block_tables[lanes, : cdiv(max_seqlen_k, block_size)]
         blocks, offsets = np.divmod(positions, block_size)
@@ -150,7 +154,7 @@ class ModelRunner:
             window_slots=lanes[:0],
             window_tables=block_tables[:, :0],
             long_queries=np.flatnonzero(query_lens > 1).astype(np.int32),
-            max_seqlen_q=int(query_lens.max()),
+            max_seqlen_q=max(step.num_tokens),
             max_seqlen_k=max_seqlen_k,
         )
 

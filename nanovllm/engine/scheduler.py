@@ -152,7 +152,6 @@ class Scheduler:
         if not all([feature.may_start(seq) for feature in self.features]):
             return False
         if not self.block_manager.allocate(seq, prefix):
-            self.block_manager.remember_failure(seq, prefix)
             return False
         del self.waiting[seq]
         self.running.append(seq)

@@ -58,6 +58,8 @@ class RecurrentStates(Feature):
     serves = "recurrent states"
 
     def start(self, engine: LLMEngine) -> bool:
+        if not engine.executor.worker.spec.has_states:
+            return False
         self.state_slots = StateSlots(engine.config, engine.scheduler.max_num_seqs)
         self.snapshot_slots = self.state_slots.snapshots
         return super().start(engine)

@@ -21,7 +21,7 @@ import os
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from itertools import chain
 from threading import Lock, get_ident
@@ -43,7 +43,7 @@ class ThreadSafeEngine(LLMEngine):
     # PID of the process that created the first engine. OpenMP and CUDA do not survive fork().
     _process: ClassVar[int | None] = None
 
-    def __init__(self, config: Config, features: Iterable[Feature] = ()) -> None:
+    def __init__(self, config: Config, features: Collection[Feature] = ()) -> None:
         self._check_process()
         self._lock = Lock()
         self._threads_inside: set[int] = set()  # those that hold the lock or wait for it

@@ -92,7 +92,7 @@ def check_names(options: Collection[str], valid: Collection[str]) -> None:
         raise TypeError(f"unknown option {unknown[0]!r}: valid options are {', '.join(valid)}")
 
 
-def check_int(name: str, value: object, minimum: int, maximum: float = math.inf) -> int:
+def check_int(name: str, value: object, minimum: float, maximum: float = math.inf) -> int:
     """Require an int in [minimum, maximum]."""
     if not isinstance(value, (int, Integral)) or isinstance(value, bool):
         raise invalid(name, f"must be an int, not {show(value)}", TypeError)

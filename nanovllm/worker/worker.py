@@ -7,7 +7,6 @@ runs a batch, and the others receive the same batch and compute their share in `
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -50,12 +49,11 @@ class Worker:
         # What the newest step has sampled, at a fixed address, which CUDA graphs read. A step has
         # at most max_num_logits rows, and a warm-up step may have two.
         num_rows = max(2, self.max_num_logits)
-        self.newest_tokens = torch.zeros(num_rows, dtype=torch.int64, device=self.device)
+        self.newest_tokens = torch.zeros(num_rows, dtype=torch.int32, device=self.device)
 
     def keep_tokens(self, tokens: Tensor) -> None:
         """Keep the tokens of a step [num_rows] for the pending ids of the next one, on rank 0."""
-        # -1, of logits that are NaN, is no index of an embedding.
-        self.newest_tokens[: len(tokens)].copy_(tokens.clamp(min=0))
+        self.newest_tokens[: len(tokens)] = tokens
 
     def execute(self, batch: Batch) -> Tensor:
         """As `compute`, on rank 0. The other ranks compute their shares in `serve`."""
@@ -70,7 +68,7 @@ class Worker:
         Return hidden states [num_logits, hidden_size]. They are valid until the next call, because
         a CUDA graph writes to the same memory each time.
         """
-        has_pending_tokens = bool((np.asarray(batch.input_ids) < 0).any())
+        has_pending_tokens = batch.input_ids.min() < 0
         if has_pending_tokens:
             self.tp.broadcast(self.newest_tokens)
         if self.graphs is not None and batch.max_seqlen_q == 1:
@@ -142,7 +140,8 @@ class Worker:
 def fill_pending(batch: Batch, newest_tokens: Tensor) -> Batch:
     """Replace each id ~row of a batch on its device by the newest token of this row."""
     ids = batch.input_ids
-    pending = newest_tokens[(~ids).clamp(min=0)].int()
+    # -1, of logits that are NaN, is no index of an embedding.
+    pending = newest_tokens[(~ids).clamp(min=0)].clamp(min=0)
     return replace(batch, input_ids=ids.where(ids >= 0, pending))
 
 

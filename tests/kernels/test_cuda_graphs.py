@@ -129,7 +129,7 @@ def test_pending_ids_are_filled_in_on_the_static_buffer(monkeypatch):
         def forward(self, batch, kv_caches):
             return batch.input_ids.clone()
 
-    newest_tokens = torch.zeros(4, dtype=torch.int64)
+    newest_tokens = torch.zeros(4, dtype=torch.int32)
     decoder = Decoder()
     step = partial(run_step, decoder, [], newest_tokens)
     batch = make_batch([1] * 3, [5] * 3, torch.zeros(3, 1, dtype=torch.int32))

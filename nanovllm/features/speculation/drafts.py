@@ -101,6 +101,8 @@ class Drafts(Feature):
         self.num_accepted_tokens = 0
 
     def start(self, engine: LLMEngine) -> bool:
+        if not engine.config.num_speculative_tokens:
+            return False
         worker = engine.executor.worker
         self.max_draft_len = min(
             engine.config.num_speculative_tokens,
