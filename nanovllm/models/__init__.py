@@ -9,7 +9,6 @@ qwen3_5.py           layers with recurrent states (Qwen3.5, Qwen3-Next)
 opt.py               OPT
 spec.py              the interface between the worker and a model
 architectures.py     config.json to a spec
-computed_fields.py   fields of a spec that are computed, for each family
 attention_fields.py  what config.json says of attention
 quantized_layers.py  which layers are quantized
 weights.py           makes a model, and loads its weights

@@ -16,26 +16,25 @@ from transformers import PretrainedConfig
 
 from nanovllm.checkpoints.quantization import read_quantization
 from nanovllm.config import DTYPES, MAX_LAYERS, MAX_SIZE
-from nanovllm.models.computed_fields import (
+from nanovllm.models.attention_fields import (
     Fields,
     compute_by_layer_type,
     compute_decoder,
-    compute_gemma3,
-    compute_granite,
-    compute_moe,
-    compute_opt,
-    compute_qwen3_5,
-    compute_qwen3_5_moe,
-    compute_qwen3_next,
     compute_smollm3,
 )
 from nanovllm.models.decoder import DecoderSpec
-from nanovllm.models.gemma3 import Gemma3Spec
-from nanovllm.models.granite import GraniteSpec
-from nanovllm.models.moe import MoESpec
+from nanovllm.models.gemma3 import Gemma3Spec, compute_gemma3
+from nanovllm.models.granite import GraniteSpec, compute_granite
+from nanovllm.models.moe import MoESpec, compute_moe
 from nanovllm.models.olmo import OlmoSpec
-from nanovllm.models.opt import OPTSpec
-from nanovllm.models.qwen3_5 import Qwen35MoESpec, Qwen35Spec
+from nanovllm.models.opt import OPTSpec, compute_opt
+from nanovllm.models.qwen3_5 import (
+    Qwen35MoESpec,
+    Qwen35Spec,
+    compute_qwen3_5,
+    compute_qwen3_5_moe,
+    compute_qwen3_next,
+)
 from nanovllm.models.spec import ModelSpec
 from nanovllm.utils.checks import (
     check_choice,

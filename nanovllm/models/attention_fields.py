@@ -1,6 +1,11 @@
-"""Reads what config.json says of attention: the size of heads, windows and RoPE."""
+"""Reads what config.json says of attention: the size of heads, windows and RoPE.
+
+A row of ARCHITECTURES (architectures.py) names the function that computes the fields of its spec.
+Those of families with a file of their own are there.
+"""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,6 +24,7 @@ from nanovllm.utils.checks import (
 )
 
 ATTENTION_TYPES = ("full_attention", "sliding_attention")  # of layer_types
+Fields = Mapping[str, Any]  # of a spec, by their names
 _ROPE_TYPES = ("default", "dynamic", "linear", "yarn", "llama3")
 
 
@@ -148,3 +154,59 @@ def _read_parameters(config: PretrainedConfig, layer_type: str | None = None) ->
     if any(isinstance(value, dict) for value in given.values()):
         raise ValueError("rope_parameters per layer type are not supported")
     return {name: value for name, value in given.items() if value is not None}
+
+
+def compute_decoder(
+    config: PretrainedConfig,
+    given: Fields,
+    layer_types: tuple[str, ...] = ATTENTION_TYPES,
+    allow_partial_rope: bool = False,
+) -> dict[str, Any]:
+    """Compute what all decoders have. `layer_types` are those that the spec can make."""
+    head_dim = read_head_dim(config)
+    max_len = read_max_len(config, given["max_model_len"])
+    rope = read_rope(config, head_dim, allow_partial=allow_partial_rope, length=max_len)
+    return {
+        "head_dim": head_dim,
+        "ropes": (rope,),
+        "rope_indices": (0,) * given["num_layers"],
+        "windows": read_windows(config, max_len, layer_types),
+        "scale": head_dim**-0.5,
+        "max_len": max_len,
+    }
+
+
+def compute_by_layer_type(config: PretrainedConfig, given: Fields) -> dict[str, Any]:
+    """Compute a RoPE for each type of layer. max_position_embeddings includes the extension."""
+    head_dim = read_head_dim(config)
+    windows = read_windows(config, given["max_len"])
+    types = list(dict.fromkeys(config.layer_types))
+    unknown = sorted(set(config.rope_parameters).difference(ATTENTION_TYPES))
+    if unknown:
+        raise ValueError(
+            f"rope_parameters has {unknown[0]} outside of a layer type, and transformers would"
+            " ignore it: move it into each layer type"
+        )
+    return {
+        "head_dim": head_dim,
+        "ropes": tuple(read_rope(config, head_dim, layer_type) for layer_type in types),
+        "rope_indices": tuple(map(types.index, config.layer_types)),
+        "windows": windows,
+        "scale": head_dim**-0.5,
+    }
+
+
+def compute_smollm3(config: PretrainedConfig, given: Fields) -> Fields:
+    """Compute a second RoPE, which rotates by 0, for layers without positions (NoPE).
+
+    no_rope_layers is 1 for a layer with RoPE. Windows without use_sliding_window are rejected,
+    because only some attention functions of transformers apply them.
+    """
+    types = ATTENTION_TYPES if config.use_sliding_window else ("full_attention",)
+    computed = compute_decoder(config, given, types)
+    (rope,) = computed["ropes"]
+    no_rope = RopeSpec((0.0,) * len(rope.inv_freq))
+    indices = tuple(0 if has_rope else 1 for has_rope in config.no_rope_layers)
+    if len(indices) < given["num_layers"]:
+        raise ValueError(f"no_rope_layers={config.no_rope_layers} must have a value for each layer")
+    return {**computed, "ropes": (rope, no_rope), "rope_indices": indices}

@@ -13,13 +13,16 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
 from nanovllm.batch import Batch
 from nanovllm.layers.attention import Backend
 from nanovllm.layers.norm import RMSNorm, ZeroCenteredRMSNorm
 from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
+from nanovllm.models.attention_fields import Fields, compute_by_layer_type
 from nanovllm.models.decoder import MLP, CosSins, Decoder, DecoderSpec
 from nanovllm.models.spec import CausalLM
+from nanovllm.utils.checks import check_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,3 +79,9 @@ class Gemma3Decoder(Decoder):
         # on the device "meta", which has no numbers.
         root = torch.tensor(spec.hidden_size**0.5, dtype=spec.dtype, device="cpu")
         self.embedding_scale = root.item()
+
+
+def compute_gemma3(config: PretrainedConfig, given: Fields) -> Fields:
+    scalar = config.query_pre_attn_scalar
+    check_number("query_pre_attn_scalar", scalar, low=0.0, open_low=True)
+    return {**compute_by_layer_type(config, given), "scale": scalar**-0.5}

@@ -19,11 +19,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
+from nanovllm.config import MAX_SIZE
 from nanovllm.layers.linear import ColumnParallelLinear, Target
 from nanovllm.layers.quantized import multiply
 from nanovllm.layers.tensor_parallel import TensorParallel
+from nanovllm.models.attention_fields import Fields, compute_decoder
 from nanovllm.models.decoder import MLP, DecoderSpec
+from nanovllm.utils.checks import check_int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,3 +156,23 @@ class SharedExpertMoE(MoE):
     def add_shared(self, routed: Tensor, shared: Tensor, gate: Tensor) -> Tensor:
         """Add sigmoid(gate) * shared, where `gate` is [num_tokens, 1], to the other outputs."""
         return (routed + gate.float().sigmoid() * shared).to(routed.dtype)
+
+
+def compute_moe(config: PretrainedConfig, given: Fields) -> Fields:
+    dense_layers = find_dense_layers(config, given)
+    check_experts(given)
+    return {**compute_decoder(config, given), "dense_layers": dense_layers}
+
+
+def find_dense_layers(config: PretrainedConfig, given: Fields) -> frozenset[int]:
+    sparse_step = check_int("decoder_sparse_step", config.decoder_sparse_step, 1, MAX_SIZE)
+    return frozenset(
+        layer
+        for layer in range(given["num_layers"])
+        if (layer + 1) % sparse_step != 0 or layer in config.mlp_only_layers
+    )
+
+
+def check_experts(given: Fields) -> None:
+    num_chosen = given["num_experts_per_tok"]
+    check_int("num_experts_per_tok", num_chosen, 1, given["num_experts"])

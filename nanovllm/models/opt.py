@@ -13,12 +13,14 @@ from dataclasses import dataclass
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
 from nanovllm.batch import Batch
 from nanovllm.layers.attention import Backend
 from nanovllm.layers.embedding import Embedding
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
+from nanovllm.models.attention_fields import Fields, check_multiple
 from nanovllm.models.spec import CausalLM, ModelSpec
 
 _FIRST_POSITION = 2  # the rows before it are for padding, which does not occur here
@@ -106,3 +108,13 @@ class OPTDecoder(nn.Module):
             x = layer(x, kv_cache, batch)
         x = x.index_select(0, batch.logits_indices)  # [num_logits, hidden_size]
         return self.project_out(self.final_layer_norm(x))  # [num_logits, embedding_size]
+
+
+def compute_opt(config: PretrainedConfig, given: Fields) -> Fields:
+    hidden_size, num_heads = given["hidden_size"], given["num_heads"]
+    check_multiple("hidden_size", hidden_size, "num_attention_heads", num_heads)
+    return {
+        "num_kv_heads": num_heads,
+        "head_dim": hidden_size // num_heads,
+        "final_norm": given["norm_first"] and not config._remove_final_layer_norm,
+    }

@@ -16,6 +16,7 @@ References: Yang et al. 2024 (Gated DeltaNet); the model cards of Qwen3-Next and
 from dataclasses import dataclass
 
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
 from nanovllm.batch import Batch
 from nanovllm.layers.attention import AttentionShape, Backend
@@ -23,8 +24,9 @@ from nanovllm.layers.gated_delta import DeltaInputs, DeltaSizes, GatedDeltaRule
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.norm import RMSNorm, ZeroCenteredRMSNorm
 from nanovllm.layers.tensor_parallel import TensorParallel
+from nanovllm.models.attention_fields import Fields, check_multiple, compute_decoder
 from nanovllm.models.decoder import Attention, CosSins, DecoderLayer, DecoderSpec
-from nanovllm.models.moe import SharedExpertSpec
+from nanovllm.models.moe import SharedExpertSpec, check_experts, find_dense_layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,3 +120,24 @@ class GatedDeltaNet(nn.Module):
         beta, decay = self.in_proj_ba(x).chunk(2, dim=-1)
         inputs = DeltaInputs(qkv, gate, beta, decay)
         return self.out_proj(self.delta_rule(inputs, states, batch))
+
+
+def compute_qwen3_5(config: PretrainedConfig, given: Fields) -> Fields:
+    types = ("linear_attention", "full_attention")
+    computed = compute_decoder(config, given, types, allow_partial_rope=True)
+    layers = [i for i, kind in enumerate(config.layer_types) if kind == "full_attention"]
+    if not layers:
+        raise ValueError("layer_types without full_attention are not supported")
+    num_value_heads, num_key_heads = given["num_value_heads"], given["num_key_heads"]
+    check_multiple("linear_num_value_heads", num_value_heads, "linear_num_key_heads", num_key_heads)
+    return {**computed, "attention_layers": frozenset(layers)}
+
+
+def compute_qwen3_5_moe(config: PretrainedConfig, given: Fields) -> Fields:
+    check_experts(given)
+    return compute_qwen3_5(config, given)
+
+
+def compute_qwen3_next(config: PretrainedConfig, given: Fields) -> Fields:
+    dense_layers = find_dense_layers(config, given)
+    return {**compute_qwen3_5_moe(config, given), "dense_layers": dense_layers}
