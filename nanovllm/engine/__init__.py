@@ -12,5 +12,5 @@ request.py          a sequence with text, as its caller sees it
 warm_up.py          sampling before the first request
 
 The core imports nothing of features/. Only input_processor.py, request.py and llm_engine.py use
-text, and only model_runner.py computes with tensors.
+text, and only model_runner.py and warm_up.py compute with tensors.
 """

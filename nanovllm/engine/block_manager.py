@@ -8,9 +8,8 @@ chained hash, which covers its own tokens and the hash of the block before it:
     block_table |    7    |    2    |   5         logical block -> physical block
 
 A cached block is a full block that is listed in `hash_to_block_id`, so other sequences can hit it.
-A block that is computed again is an uncached duplicate. That happens if two sequences compute it at
-the same time, or if a hit ends before it: before the last token of a prompt, or earlier because a
-feature needs what the cache does not have, such as a recurrent state.
+A block with the same content as a cached one is an uncached duplicate. Two sequences can compute it
+at the same time, or a hit can end before it.
 
 A freed block keeps its content until it is taken for other tokens. `free_block_ids` is the
 eviction order: uncached blocks first, then the least recently used ones. Within a sequence the tail
@@ -23,7 +22,6 @@ import secrets
 from array import array
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import xxhash
 
@@ -43,14 +41,6 @@ class Block:
     @property
     def is_cached(self) -> bool:
         return self.hash != -1
-
-
-class SearchMemo(NamedTuple):
-    """A sequence that did not fit, and what was found for it. It saves searching in every step."""
-
-    seq: Sequence
-    num_needed_blocks: int  # free blocks that would have been enough
-    prefix: list[Block]  # the longest chain of cached blocks
 
 
 class BlockManager:
@@ -76,15 +66,15 @@ class BlockManager:
         self.free_block_ids = OrderedDict[int, None].fromkeys(range(self.num_blocks))
         self.hash_to_block_id: dict[int, int] = {}
         self.num_reusable = 0  # free blocks that are cached
-        self.blocked: SearchMemo | None = None  # of the newest failed allocation
+        # The newest sequence that did not fit, the free blocks that it needs, and its hashes.
+        self.blocked: tuple[Sequence, int, set[int]] | None = None
 
     @classmethod
-    def compute_hash(cls, token_ids: list[int], prefix: int = -1) -> int:
+    def compute_hash(cls, token_ids: list[int], prefix: int) -> int:
         """Hash a block's tokens, chained to the 128-bit hash of the block before it.
 
-        The chain of an engine starts at its root_hash. The prefix is hashed as data (16 bytes,
-        before the tokens as int32), so that all its bits count. It is also the seed, because xxh3
-        has known collisions for a known seed. Prefix -1 is none.
+        The chain of an engine starts at its root_hash. The prefix is hashed as data, so that all
+        its bits count. It is also the seed, because xxh3 has known collisions for a known seed.
         """
         prefix_bytes = (prefix % 2**128).to_bytes(16, "little")
         data = prefix_bytes + array("i", token_ids).tobytes()
@@ -103,38 +93,29 @@ class BlockManager:
         The chain ends before the last token, whose logits are needed.
         """
         prefix: list[Block] = []
-        block = self.find_next_block(seq, 0)
-        while block is not None:
+        for index in range((len(seq.token_ids) - 1) // self.block_size):
+            block = self.find_block(seq, index)
+            if block is None:
+                break
             prefix.append(block)
-            block = self.find_next_block(seq, len(prefix))
         return prefix
-
-    def find_next_block(self, seq: Sequence, index: int) -> Block | None:
-        """Find the cached block that extends a prefix of `index` blocks, if there is one."""
-        if index >= (len(seq.token_ids) - 1) // self.block_size:
-            return None
-        return self.find_block(seq, index)
 
     def find_block(self, seq: Sequence, index: int) -> Block | None:
         """Find the cached block with the K/V of block `index` of `seq`, if there is one."""
         block_id = self.hash_to_block_id.get(self._hash(seq, index))
-        if block_id is None:
-            return None
-        block = self.blocks[block_id]
-        if block.token_ids != self._tokens(seq, index):  # a hash collision
-            return None
-        return block
+        if block_id is None or self.blocks[block_id].token_ids != self._tokens(seq, index):
+            return None  # a miss, or a hash collision
+        return self.blocks[block_id]
 
     def allocate(self, seq: Sequence, prefix: list[Block]) -> bool:
         """Build the block table: `prefix`, then new blocks for all other tokens.
 
-        Return False, and only remember it, if there are not enough free blocks.
+        Return False if there are not enough free blocks. Only the failure is recorded then.
         """
         num_new = cdiv(len(seq.token_ids), self.block_size) - len(prefix)
         num_needed = num_new + len([block for block in prefix if block.ref_count == 0])
         if num_needed > len(self.free_block_ids):
-            # A feature may have shortened `prefix`.
-            self.blocked = SearchMemo(seq, num_needed, self.find_prefix(seq))
+            self.blocked = (seq, num_needed, set(seq.block_hashes))
             return False
         self.blocked = None
         for block in prefix:  # before new blocks are taken, which could evict one of these
@@ -146,23 +127,13 @@ class BlockManager:
         """Return whether `allocate` failed for `seq` and would fail again, without a new search.
 
         Searching a long prompt in every step would take longer than the rest of scheduling. A
-        sequence fits later if enough blocks are free, or if running sequences have cached blocks of
-        its prefix. Blocks that were evicted, the tail first, do not change what it needs.
+        sequence needs fewer free blocks only after a running sequence has cached a block of its
+        prefix, and then `cache_block` forgets the failure.
         """
-        blocked = self.blocked
-        if blocked is None or blocked.seq is not seq:
+        if self.blocked is None:
             return False
-        if len(self.free_block_ids) >= blocked.num_needed_blocks:
-            return False
-        prefix = blocked.prefix
-        if self.find_next_block(seq, len(prefix)) is not None:
-            return False
-        while prefix:
-            last = self.find_next_block(seq, len(prefix) - 1)
-            if last is not None:
-                return last is prefix[-1]
-            prefix.pop()
-        return True
+        blocked_seq, num_needed, _ = self.blocked
+        return blocked_seq is seq and len(self.free_block_ids) < num_needed
 
     def grow(self, seq: Sequence) -> bool:
         """Extend the block table to all tokens. Return False, and change nothing, if it cannot."""
@@ -210,6 +181,8 @@ class BlockManager:
         block.hash = block_hash
         block.token_ids = self._tokens(seq, index)
         self.hash_to_block_id[block_hash] = block_id
+        if self.blocked is not None and block_hash in self.blocked[2]:
+            self.blocked = None  # its sequence may fit now
 
     def uncache(self, block_id: int) -> None:
         """Remove a block from the prefix cache. Sequences that hold the block keep it."""
@@ -228,11 +201,7 @@ class BlockManager:
             if block_id is not None:
                 self.uncache(block_id)
 
-    def release(self, seq: Sequence) -> None:
-        """Release all blocks of `seq`."""
-        self.truncate(seq, 0)
-
-    def truncate(self, seq: Sequence, num_tokens: int) -> None:
+    def release(self, seq: Sequence, num_tokens: int = 0) -> None:
         """Release the blocks of `seq`, except those of its first `num_tokens` tokens.
 
         block_table | kept | kept | evicted second | evicted first |
@@ -251,18 +220,11 @@ class BlockManager:
             # A cached block is the last to be taken, and an uncached block the first.
             self.free_block_ids[block_id] = None
             self.free_block_ids.move_to_end(block_id, last=block.is_cached)
-        if block.is_cached and block.ref_count == 0:
-            self.num_reusable += 1
-        if not block.is_cached:
-            self._refresh_cached_copy(seq, index)
-
-    def _refresh_cached_copy(self, seq: Sequence, index: int) -> None:
-        """Move the cached copy of a released duplicate to the end of the eviction order.
-
-        Otherwise the copy could be evicted before its successors, and these could not be hit. An
-        unfinished block has no copy, and no hash in `block_hashes`.
-        """
-        if index < len(seq.block_hashes):
+            if block.is_cached:
+                self.num_reusable += 1
+        if not block.is_cached and index < len(seq.block_hashes):
+            # A duplicate. Its cached copy must not be evicted before the copy's successors, because
+            # these could not be hit then.
             cached_id = self.hash_to_block_id.get(seq.block_hashes[index])
             if cached_id is not None and cached_id in self.free_block_ids:
                 self.free_block_ids.move_to_end(cached_id)

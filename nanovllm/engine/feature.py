@@ -7,13 +7,13 @@ the list, in order, and know none of them by name:
     prepare                                  the parameters of prompts, before they are queued
     begin_step
         limit_prefix, may_start, admitted    for a waiting sequence
-        limit_tokens, scheduled              for scheduled tokens, except a decode within a block
+        limit_tokens, scheduled              for tokens, except decodes that enter or fill no block
         releasing                            for a running sequence that is preempted
     planned                                  the step can still be extended, within its budget
     prepared                                 the batch can still be changed
     computed                                 logits, before any of them is sampled
     processed                                logits of requests that change them
-    sampled                                  tokens, in reverse order, as nested calls return
+    sampled                                  tokens, the last feature first
     advanced                                 the step's tokens count as computed
     recorded                                 the sampled tokens are appended
     releasing, finished, reset               can also come between steps
@@ -65,7 +65,7 @@ class Feature:
         return True
 
     def reset(self) -> None:
-        """The queues and the KV cache are empty."""
+        """The KV cache is empty and no sequence runs. Unfinished sequences are waiting."""
 
     def prepare(self, params: SamplingParams, num_samples: int) -> dict[str, Any]:
         """Return fields of Request for all `num_samples` of prompts that share `params`.
@@ -118,10 +118,7 @@ class Feature:
         return logits
 
     def processed(self, rows: list[Sequence], logits: Tensor) -> Tensor:
-        """Return changed logits, of which each row has a sequence. Penalties come after this.
-
-        Called if the parameters of a row change logits.
-        """
+        """Return changed logits, if a row's parameters change them. Penalties come after this."""
         return logits
 
     def sampled(self, step: Step, token_ids: list[list[int]]) -> list[list[int]]:

@@ -1,10 +1,9 @@
 """Tokenizes and checks prompts, and turns them into Requests, one for each of the n samples."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, NamedTuple
-
-from transformers import PreTrainedTokenizerBase
 
 from nanovllm.engine.feature import Feature, check_served
 from nanovllm.engine.request import Inbox, Request
@@ -22,26 +21,18 @@ class PreparedPrompt(NamedTuple):
 
     token_ids: list[int]
     params: SamplingParams
-    fields: dict[str, Any]  # of its requests, from features
+    fields: dict[str, Any]  # what features add to its requests
 
 
+@dataclass(eq=False)
 class InputProcessor:
     """Prepares prompts for one engine: its tokenizer, its limits and its features."""
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase | None,
-        encoder: PromptEncoder,
-        default_params: SamplingParams,
-        seed: int,
-        features: list[Feature],
-    ) -> None:
-        self.tokenizer = tokenizer
-        self.encoder = encoder
-        self.default_params = default_params
-        self.seed = seed
-        self.features = features
-        self.ids = count()  # ids of requests and of their samples
+    encoder: PromptEncoder
+    default_params: SamplingParams
+    seed: int
+    features: list[Feature]
+    ids: Iterator[int] = field(default_factory=count)  # ids of requests and of their samples
 
     def prepare(
         self, prompts: Sequence[Prompt], params: SamplingParams | None
@@ -53,7 +44,7 @@ class InputProcessor:
         if params is None:
             params = self.default_params
         check_type("sampling_params", params, (SamplingParams,), "SamplingParams")
-        if params.stop_strings and self.tokenizer is None:
+        if params.stop_strings and self.encoder.tokenizer is None:
             raise ValueError("the checkpoint has no tokenizer: pass stop_token_ids instead of stop")
         for token_id in params.logit_bias or ():
             check_int("logit_bias", token_id, 0, self.encoder.vocab_size - 1)
@@ -81,8 +72,8 @@ class InputProcessor:
                 stop_token_ids |= eos_token_ids
             # Ids above the vocabulary cannot be sampled, and have no logit to ban.
             valid_ids = frozenset(i for i in stop_token_ids if i < self.encoder.vocab_size)
-            if self.tokenizer is not None and "detokenizer" not in fields:
-                detokenizer = Detokenizer(self.tokenizer, token_ids, params.stop_strings)
+            if self.encoder.tokenizer is not None and "detokenizer" not in fields:
+                detokenizer = Detokenizer(self.encoder.tokenizer, token_ids, params.stop_strings)
                 fields = {**fields, "detokenizer": detokenizer}
             for index in range(params.n):
                 seq_id = next(self.ids)

@@ -9,10 +9,10 @@
 It serves one thread, and an exception from a step leaves it unusable. The subclass in
 features/thread_safety.py adds a lock and the recovery of interrupted calls.
 
-On a GPU, steps overlap. The host launches the forward pass of a step before it has read the tokens
-of the step before, whose place pending tokens take (sequence.py). Only the forward pass has to
-start so early. Sampling needs masks and penalties, which depend on these tokens, and can wait until
-they are read, because the device is busy with the forward pass:
+On a GPU, steps overlap. The host launches the forward pass of a step before it reads the tokens of
+the previous step. Pending tokens stand for these (sequence.py). Only the forward pass has to start
+so early. Sampling needs masks and penalties, which depend on these tokens, and can wait until they
+are read, because the device is busy with the forward pass:
 
     host     | plan 2, launch 2 | read 1, record 1 | sample 2 | plan 3, launch 3 | read 2, ...
     device     ... forward 1, sample 1 | forward 2 ..................... | sample 2 | forward 3 ...
@@ -33,13 +33,13 @@ from nanovllm.engine.feature import Feature, check_served
 from nanovllm.engine.input_processor import InputProcessor, PreparedPrompt, Prompt
 from nanovllm.engine.model_runner import ModelRunner, Sampled
 from nanovllm.engine.request import Inbox, Request
-from nanovllm.engine.scheduler import choose_policy
+from nanovllm.engine.scheduler import POLICIES
 from nanovllm.engine.step import Step
 from nanovllm.models.architectures import read_spec
 from nanovllm.outputs import Logprobs, RequestOutput, Stats
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompt_encoder import PromptEncoder
-from nanovllm.utils.checks import check_int
+from nanovllm.utils.checks import check_choice, check_int
 from nanovllm.utils.terminal import report
 from nanovllm.worker.device import engine_settings
 
@@ -49,16 +49,15 @@ Engine = TypeVar("Engine", bound="LLMEngine")
 class LLMEngine:
     """Serves one model, with the features that it is given. LLM, a subclass, has all of them.
 
-    Raises ValueError for an option that this machine cannot provide (device, attention_backend,
-    max_model_len, size of the KV cache).
-    Raises ValueError for an option or a model that needs another feature.
-    Raises ValueError for a missing, damaged or unsupported checkpoint.
+    Raises ValueError for an option or a model that this machine or these features cannot serve, and
+    for a missing, damaged or unsupported checkpoint.
     Raises RuntimeError if another rank does not start.
     """
 
     def __init__(self, config: Config, features: Collection[Feature] = ()) -> None:
         self.config = config
-        policy = choose_policy(config)
+        check_choice("policy", config.policy, ("auto", *POLICIES))
+        policy = POLICIES[config.policy_name]
         checkpoint = Checkpoint.open(config)
         spec = read_spec(
             checkpoint.hf_config,
@@ -83,31 +82,32 @@ class LLMEngine:
             worker.max_num_batched_tokens,
         )
         max_step_len = None if policy.splits_prompts else worker.max_num_batched_tokens
-        self.features: list[Feature] = []
-        self.model_runner.features = self.features
+        self.features = self.model_runner.features
         self.scheduler.features = self.features
         self.input_processor = InputProcessor(
-            self.tokenizer,
             PromptEncoder(self.tokenizer, spec.vocab_size, self.max_model_len, max_step_len),
             checkpoint.default_params,
             config.seed,
             self.features,
         )
-        # Unfinished samples by request id, oldest first. The id of the first sample is that of the
-        # request, and has all of them. The id of a later one has this sample only.
+        # Unfinished samples by id, oldest first. The id of a request is that of its first sample,
+        # and stands for all of them. The id of a later one stands for this sample only.
         self.requests: dict[int, dict[Request, None]] = {}
         self._inbox: Inbox = {}  # of the callers of add_request
         self.warnings = deque[str]()  # to be issued after the step
         self.in_flight: Sampled | None = None  # what the newest step has sampled, not read yet
-        # Whether a step is launched before the tokens of the step before are read.
+        # Whether a step is launched before the tokens of the previous step are read.
         self.overlaps = self.device.type == "cuda"
         for feature in features:
             self.add_feature(feature)
         if self.overlaps:
-            report("steps overlap: each one is launched before the tokens of the last one are read")
+            report("steps overlap: each is launched before the tokens of the previous one are read")
 
     def add_feature(self, feature: Feature) -> None:
-        """Add a feature between two steps, after the others, unless this engine does not use it."""
+        """Add a feature after the others, if this engine uses it, between two steps.
+
+        A feature with state of sequences must come before the first request.
+        """
         if not feature.start(self):
             return
         if self.overlaps and not feature.can_overlap:
@@ -150,7 +150,7 @@ class LLMEngine:
             step = self.scheduler.schedule()
             if step.seqs:
                 logits = self.model_runner.forward(step)
-            self._complete()  # the step before, while the device computes this one
+            self._complete()  # the previous step, while the device computes this one
             if step.seqs:
                 self.in_flight = self.model_runner.sample(logits, step)
                 if self.overlaps:
@@ -188,7 +188,7 @@ class LLMEngine:
                     self.warnings.append(message)
 
     def _issue_warnings(self) -> None:
-        # Before the outputs are reported, which would be lost if a warning is an error (-W error).
+        # Warnings come first, because one that is an error (-W error) would lose the outputs.
         while self.warnings:
             warnings.warn(self.warnings.popleft(), RuntimeWarning, stacklevel=3)
 

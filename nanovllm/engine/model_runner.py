@@ -1,6 +1,6 @@
 """Turns a step into a Batch, runs it, and turns logits into tokens.
 
-It reads sequences and never touches the queues.
+It reads sequences, and changes neither them nor the queues.
 """
 
 import weakref
@@ -18,7 +18,7 @@ from nanovllm.engine.feature import Feature
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
 from nanovllm.engine.warm_up import sample_each_kind, sample_test_rows
-from nanovllm.layers.logprobs import find_logprobs
+from nanovllm.layers.logprobs import find_logprobs, read_logprobs
 from nanovllm.layers.penalties import apply_penalties
 from nanovllm.layers.sampler import Sampler, make_sampling_batch
 from nanovllm.models.spec import ModelSpec
@@ -32,38 +32,32 @@ from nanovllm.worker.state_slots import FIRST_LANE
 
 
 class Sampled:
-    """The tokens that a step has sampled, on their way to the host.
+    """The tokens that a step has sampled, and log probabilities, on their way to the host.
 
-    On a GPU, the copy is queued behind the sampling. An event tells when it is complete, so the
-    host need not wait for the next step, which may be launched before these tokens are read.
+    On a GPU, the copies are queued behind the sampling. An event tells when they are complete, so
+    the host need not wait for the next step, which may be launched before these tokens are read.
     """
 
     def __init__(self, step: Step, rows: list[Sequence], logits: Tensor, tokens: Tensor) -> None:
         self.step = step
-        self.tokens = tokens  # int64 [num_rows]
-        self.num_logprobs = [seq.params.logprobs for seq in rows]
-        # [num_rows, vocab_size], the model's own. They are kept only if a row needs them.
-        needs_logits = any([num is not None for num in self.num_logprobs])
-        self.logits = logits if needs_logits else None
-        self.on_host = tokens.to("cpu", non_blocking=True)
+        self.requested = [seq.params.logprobs for seq in rows]
+        found = find_logprobs(logits, tokens, self.requested)  # the model's own
+        self.on_host = [each.to("cpu", non_blocking=True) for each in (tokens, *found)]
         self.copied: torch.cuda.Event | None = None
         if tokens.is_cuda:
             self.copied = torch.cuda.Event()
             self.copied.record()
 
-    def wait(self) -> list[int]:
-        """Return the tokens. This is the host synchronization of a step."""
+    def read(self) -> tuple[list[int], list[dict[int, float]] | None]:
+        """Return what each row has sampled. This is the host synchronization of a step."""
         if self.copied is not None:
             self.copied.synchronize()
-        return self.on_host.tolist()
+        tokens, *found = self.on_host
+        return tokens.tolist(), read_logprobs(found, self.requested) if found else None
 
 
 class ModelRunner:
-    """Turns scheduled sequences into sampled tokens, through the workers of all ranks.
-
-    Raises ValueError as load_worker and start_worker do.
-    Raises RuntimeError as MultiRankExecutor does.
-    """
+    """Turns scheduled sequences into sampled tokens, through the workers of all ranks."""
 
     def __init__(self, config: Config, spec: ModelSpec, directory: Path) -> None:
         executor_class = Executor if config.tensor_parallel_size == 1 else MultiRankExecutor
@@ -107,12 +101,7 @@ class ModelRunner:
         return logits
 
     def prepare_batch(self, step: Step) -> Batch[np.ndarray]:
-        """Flatten the tokens of a step, on the host. batch.py draws the result.
-
-        Example with block size 4: a sequence of 7 tokens has computed 4, and its block table is
-        [5, 2]. Its input_ids are [t4, t5, t6], its positions [4, 5, 6]. Position 4 is in logical
-        block 4 // 4 = 1, which is block 2. Its slot_mapping is [2 * 4, 2 * 4 + 1, 2 * 4 + 2].
-        """
+        """Flatten the tokens of a step, on the host. batch.py draws the result."""
         block_size = self.block_size
         input_ids: list[int] = []
         for seq, num_tokens in zip(step.seqs, step.num_tokens):
@@ -121,8 +110,8 @@ class ModelRunner:
                 input_ids.append(seq.token_ids[start])
             else:
                 input_ids += seq.token_ids[start : start + num_tokens]
-            # A decode copies its block table only when it enters a block. Earlier steps of the
-            # sequence have copied all other entries, because its first step copied the whole table.
+            # A decode copies its block table only when it enters a block. An admission starts at a
+            # block boundary, so the first step of a sequence copies its whole table.
             if num_tokens > 1 or start % block_size == 0:
                 self.block_tables[seq.lane, : len(seq.block_table)] = seq.block_table
         starts = np.array([seq.num_computed_tokens for seq in step.seqs], np.int32)
@@ -130,11 +119,11 @@ class ModelRunner:
         query_lens = np.array(step.num_tokens, np.int32)
         cu_seqlens_q = np.array([0, *accumulate(step.num_tokens)], np.int32)
         context_lens = starts + query_lens
-        # Of each token: its sequence, 0 0 0 1 2 2 in batch.py, and its index in the batch.
+        # For each token: its sequence, 0 0 0 1 2 2 in batch.py, and its offset in the query.
         seq_index = np.repeat(np.arange(len(lanes)), step.num_tokens)
-        index = np.arange(len(input_ids), dtype=np.int32)
-        positions = index + (starts - cu_seqlens_q[:-1])[seq_index]
-        has_logits = index >= (cu_seqlens_q[1:] - step.num_logits)[seq_index]
+        query_offsets = np.arange(len(input_ids), dtype=np.int32) - cu_seqlens_q[seq_index]
+        positions = starts[seq_index] + query_offsets
+        has_logits = query_offsets >= (query_lens - step.num_logits)[seq_index]
         max_seqlen_k = int(context_lens.max())
         block_tables = self.block_tables[lanes, : cdiv(max_seqlen_k, block_size)]
         blocks, offsets = np.divmod(positions, block_size)
@@ -182,17 +171,11 @@ class ModelRunner:
         return self.read(self.sample(logits, step))
 
     def read(self, sampled: Sampled) -> tuple[list[list[int]], Logprobs]:
-        """Wait for the tokens of a step. Return the valid ones, -1 where the logits are NaN.
-
-        Also return their log probabilities. Both have one list per sequence. The log probabilities
-        are None if no sequence asks for them.
-        """
+        """Wait for a step. Return each sequence's valid tokens, and their log probabilities."""
         step = sampled.step
-        token_ids = step.split(self.executor.call(sampled.wait))
-        logprobs: Logprobs = None
-        if sampled.logits is not None:
-            found = find_logprobs(sampled.logits, sampled.tokens, sampled.num_logprobs)
-            logprobs = step.split(found)
+        tokens, entries = self.executor.call(sampled.read)
+        token_ids = step.split(tokens)
+        logprobs = None if entries is None else step.split(entries)
         for feature in reversed(self.features):
             token_ids = feature.sampled(step, token_ids)
         return token_ids, logprobs

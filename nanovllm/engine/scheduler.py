@@ -19,23 +19,17 @@ token in the place of each token that is not read yet (sequence.py).
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Collection
 
-from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.feature import Feature
-from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
 from nanovllm.outputs import FinishReason
-from nanovllm.utils.checks import check_choice
 
 
 class Scheduler:
-    """Mixed steps.
-
-    `max_num_seqs` limits the sequences that hold blocks, `max_num_batched_tokens` the tokens of a
-    step.
-    """
+    """Mixed steps. `max_num_seqs` limits the sequences that hold blocks."""
 
     title = "mixed steps"  # in traces, benchmarks and the playground
     splits_prompts = True  # False: a prompt must fit into the budget of one step
@@ -54,7 +48,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.reset([])
 
-    def reset(self, seqs: Iterable[Sequence]) -> None:
+    def reset(self, seqs: Collection[Sequence]) -> None:
         """Empty the KV cache and queue `seqs`, oldest first. Only their tokens are kept."""
         self.block_manager.reset()
         for seq in seqs:
@@ -137,7 +131,8 @@ class Scheduler:
 
     def _admit(self, seq: Sequence, budget: int) -> bool:
         """Move `seq` from `waiting` to `running` if there are blocks for all its tokens."""
-        # A pending token belongs to a sequence that was preempted just now.
+        # A sequence that is preempted while its step is in flight waits until its token is read,
+        # because hashes need the id.
         if seq.has_pending_token or self.block_manager.is_still_blocked(seq):
             return False
         prefix = self.block_manager.find_prefix(seq)
@@ -157,10 +152,9 @@ class Scheduler:
         self.running.append(seq)
         seq.num_computed_tokens = num_reused_tokens
         seq.num_admitted_tokens = len(seq.token_ids)
-        seq.status = SequenceStatus.RUNNING
         seq.lane = self.free_lanes.pop()
         if seq.num_cached_tokens is None:  # later admissions, after a preemption, are not counted
-            # A reset can leave generated tokens, which others may have cached.
+            # After a reset, generated tokens can be hit, too. They do not count.
             seq.num_cached_tokens = min(num_reused_tokens, seq.num_prompt_tokens)
             self.num_cached_tokens += seq.num_cached_tokens
         for feature in self.features:
@@ -168,11 +162,7 @@ class Scheduler:
         return True
 
     def _schedule_tokens(self, step: Step, seq: Sequence, budget: int) -> int:
-        """Add `seq` to the step, with as many tokens as `budget` allows. Return the rest.
-
-        The blocks that these tokens make full are cached before they are computed, see
-        cache_full_blocks.
-        """
+        """Add `seq` to the step, with as many tokens as `budget` allows. Return the rest."""
         start = seq.num_computed_tokens
         num_missing = len(seq.token_ids) - start
         num_tokens = min(num_missing, budget)
@@ -188,14 +178,17 @@ class Scheduler:
     def preempt(self, seq: Sequence) -> None:
         """Release the blocks of a running sequence and put it at the head of the queue."""
         self._release(seq)
-        seq.status = SequenceStatus.WAITING
         self.waiting[seq] = None
         self.waiting.move_to_end(seq, last=False)
         self.num_preemptions += 1
 
     def advance(self, step: Step) -> None:
-        """Count the tokens of a step as computed, and append a pending token where it samples."""
-        for index, (seq, num_tokens, _) in enumerate(step):
+        """Count the tokens of a step as computed, and append a pending token where it samples.
+
+        Rows are those that ModelRunner.sample has sampled.
+        """
+        row = 0
+        for index, (seq, num_tokens, num_logits) in enumerate(step):
             if step.is_decode(index):
                 self.num_decode_tokens += num_tokens
             else:
@@ -205,13 +198,11 @@ class Scheduler:
             if end % self.block_size < num_tokens:
                 # Tokens that were pending or drafts when the step was planned may fill a block.
                 self.block_manager.cache_full_blocks(seq, end - num_tokens, end)
-        for feature in self.features:
-            feature.advanced(step)
-        row = 0
-        for seq, num_logits in zip(step.seqs, step.num_logits):
             if num_logits > 0:
                 seq.token_ids.append(~row)
             row += num_logits
+        for feature in self.features:
+            feature.advanced(step)
 
     def postprocess(self, step: Step, sampled: list[list[int]]) -> None:
         """Replace pending tokens by sampled ones, and finish sequences.
@@ -220,7 +211,7 @@ class Scheduler:
         Token -1 stands for logits that are NaN. It is not appended, and ends the sequence.
         """
         for seq, token_ids in zip(step.seqs, sampled, strict=True):
-            if seq.status is SequenceStatus.FINISHED:
+            if seq.finish_reason is not None:
                 continue  # aborted while the step was in flight
             # The pending token and accepted draft tokens before it.
             del seq.token_ids[len(seq.token_ids) - len(token_ids) :]
@@ -237,10 +228,7 @@ class Scheduler:
             feature.recorded(step)
 
     def finish(self, seq: Sequence, reason: FinishReason) -> None:
-        """Finish a waiting or running sequence.
-
-        After an interrupt the sequence may be in neither queue.
-        """
+        """Finish a waiting or running sequence."""
         if reason == "error":  # its K/V may be NaN, and no other sequence must reuse them
             for block_id in seq.block_table:
                 self.block_manager.uncache(block_id)
@@ -249,10 +237,9 @@ class Scheduler:
         if seq.has_pending_token:  # aborted while a step is in flight
             seq.token_ids.pop()
         seq.finish_reason = reason
-        if seq.status is SequenceStatus.RUNNING:
+        if seq.lane >= 0:
             self._release(seq)
         self.waiting.pop(seq, None)
-        seq.status = SequenceStatus.FINISHED
         for feature in self.features:
             feature.finished(seq, reason)
 
@@ -268,10 +255,7 @@ class Scheduler:
 
 
 class PrefillFirstScheduler(Scheduler):
-    """Steps of whole prompts or of decodes.
-
-    Only a recomputation that is longer than a step is split, and only if it is first in its step.
-    """
+    """Steps of whole prompts, or of decodes."""
 
     title = "prefill first"
     splits_prompts = False
@@ -290,9 +274,3 @@ POLICIES: dict[str, type[Scheduler]] = {
     "mixed": Scheduler,
     "prefill_first": PrefillFirstScheduler,
 }
-
-
-def choose_policy(config: Config) -> type[Scheduler]:
-    """Return the policy of an engine. Raises ValueError for an unknown name."""
-    check_choice("policy", config.policy, ("auto", *POLICIES))
-    return POLICIES[config.policy_name]

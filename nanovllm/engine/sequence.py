@@ -10,26 +10,18 @@ of tokens:
 A sequence decodes if only its newest generated token has no K/V. Between steps the K/V of the
 newest token are not in the cache, because the newest token is the input of the next step.
 
-While a step is in flight, its tokens are sampled and not read yet. Each of its sequences has one
-pending token, the last of `token_ids`, written as ~row: -1 for row 0 of the logits, -2 for row 1.
+While a step is in flight, its tokens are sampled and not read yet. Each sequence that it samples
+has one pending token, the last of `token_ids`, written as ~row: -1 for row 0 of the logits, -2 for
+row 1.
 The next step is planned with it. K/V, positions, blocks and budgets depend on how many tokens there
 are, so a pending token counts. Hashes, ends and text depend on which tokens these are, so they wait
 until it is known.
-
-Text and callers are in engine/request.py.
 """
 
 from dataclasses import dataclass
-from enum import Enum, auto
 
 from nanovllm.outputs import FinishReason
 from nanovllm.sampling_params import SamplingParams
-
-
-class SequenceStatus(Enum):
-    WAITING = auto()
-    RUNNING = auto()
-    FINISHED = auto()
 
 
 @dataclass(eq=False)
@@ -58,13 +50,12 @@ class Sequence:
 
     def restart(self) -> None:
         """Return to the state before the first step. Tokens, parameters and seed stay."""
-        self.status = SequenceStatus.WAITING
         self.num_cached_tokens: int | None = None  # prompt tokens that the first admission found
         self.num_computed_tokens = 0
         self.num_admitted_tokens = 0  # tokens when it was last admitted
         self.block_table: list[int] = []  # logical block -> physical block
         self.block_hashes: list[int] = []  # hashes of full blocks, computed when first needed
-        self.lane = -1  # while running: its row in the model runner's block tables
+        self.lane = -1  # while it runs: its row in the model runner's block tables
 
     @property
     def has_pending_token(self) -> bool:

@@ -6,8 +6,8 @@ vLLM calls it SchedulerOutput. Its columns are parallel lists with one entry per
     num_tokens   |  3  |  1  |  2  |    tokens that the step computes
     num_logits   |  1  |  1  |  0  |    rows of logits, for the last of these tokens
 
-A sequence samples one token, so it has one row. It has more with a draft, and none if tokens are
-still missing after the step. What lasts longer than a step is in sequence.py.
+A sequence samples one token, so it has one row. It has more with a draft, and none if the step does
+not reach its last token. What lasts longer than a step is in sequence.py.
 """
 
 from collections.abc import Iterator
@@ -47,7 +47,7 @@ class Step:
         return has_all_logits and seq.num_computed_tokens >= seq.num_prompt_tokens
 
     def list_rows(self) -> tuple[list[Sequence], list[int]]:
-        """Return for each row of logits its sequence and the position of the token it samples."""
+        """Return the sequence of each row of logits, and the position of the token it samples."""
         rows: list[Sequence] = []
         positions: list[int] = []
         for seq, num_logits in zip(self.seqs, self.num_logits):
@@ -70,14 +70,12 @@ class Step:
 
         Return the rows of logits that are left.
         """
-        planned = list(self)
+        rows = self.split(list(range(sum(self.num_logits))))
+        planned = list(zip(self.seqs, self.num_tokens, rows))
         self.seqs, self.num_tokens, self.num_logits = [], [], []
         left: list[int] = []
-        start = 0
-        for seq, num_tokens, num_logits in planned:
-            end = start + num_logits
+        for seq, num_tokens, own_rows in planned:
             if seq.finish_reason is None:
-                self.add(seq, num_tokens, num_logits)
-                left += range(start, end)
-            start = end
+                self.add(seq, num_tokens, len(own_rows))
+                left += own_rows
         return left

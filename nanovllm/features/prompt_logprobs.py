@@ -26,7 +26,7 @@ from nanovllm.engine.feature import Feature
 from nanovllm.engine.request import Request
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
-from nanovllm.layers.logprobs import find_logprobs
+from nanovllm.layers.logprobs import find_logprobs, read_logprobs
 from nanovllm.outputs import PromptLogprobs
 from nanovllm.utils.packing import to_device
 
@@ -94,8 +94,8 @@ class PromptScores(Feature):
         rows = list(islice(step.kept[self], len(logits)))
         token_ids = np.array([row.token_id if row else 0 for row in rows], np.int64)
         nums = [row.num_logprobs if row else None for row in rows]
-        scores = find_logprobs(logits, to_device(token_ids, logits.device), nums)
-        for row, entry in zip(rows, scores):
+        found = find_logprobs(logits, to_device(token_ids, logits.device), nums)
+        for row, entry in zip(rows, read_logprobs(found, nums) if found else ()):
             if row is not None:
                 row.entries.append(entry)
         sampled = np.flatnonzero([row is None for row in rows])

@@ -36,7 +36,7 @@ from nanovllm.batch import Batch
 from nanovllm.engine.block_manager import Block, BlockManager
 from nanovllm.engine.feature import Description, Feature
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
 from nanovllm.layers.attention import find_first_visible
 from nanovllm.outputs import FinishReason
@@ -158,7 +158,7 @@ class Windows(Feature):
     def advanced(self, step: Step) -> None:
         """Cache what became known. Release blocks of rejected drafts, and what windows leave."""
         for seq in self.changing:
-            if seq.status is not SequenceStatus.RUNNING:
+            if seq.lane < 0:
                 continue  # it has ended since the step was planned
             self._cache(seq, seq.num_computed_tokens)
             self._resize(seq, seq.num_computed_tokens)

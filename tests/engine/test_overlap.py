@@ -252,9 +252,9 @@ def test_the_host_works_while_the_device_computes(make, monkeypatch, host, devic
             super().__init__(*args)
             self.ready = now["device"]
 
-        def wait(self):
+        def read(self):
             now["host"] = max(now["host"], self.ready)
-            return super().wait()
+            return super().read()
 
     with make() as llm:
         schedule = llm.scheduler.schedule
@@ -290,7 +290,7 @@ def test_tokens_are_read_after_their_copy(monkeypatch):
     launched = [name for name, _, _ in gpu.mock_calls]
     assert launched == ["tokens.to", "Event", "Event().record"]
     tokens.to.assert_called_once_with("cpu", non_blocking=True)
-    sampled.wait()
+    sampled.read()
     read = [name for name, _, _ in gpu.mock_calls[len(launched) :]]
     assert read == ["Event().synchronize", "tokens.to().tolist"]
 

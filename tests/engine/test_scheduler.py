@@ -100,13 +100,13 @@ def test_a_blocked_head_is_not_searched_again(monkeypatch):
     scheduler.add(head)
     assert run_step(scheduler) == {0: 1}
     looked_up = []
-    find_next_block = BlockManager.find_next_block
+    find_block = BlockManager.find_block
 
     def count(manager, seq, index):
         looked_up.append(index)
-        return find_next_block(manager, seq, index)
+        return find_block(manager, seq, index)
 
-    monkeypatch.setattr(BlockManager, "find_next_block", count)
+    monkeypatch.setattr(BlockManager, "find_block", count)
     assert run_steps(scheduler, 10) == [{0: 1}] * 10
     assert len(looked_up) < 30
     scheduler.finish(scheduler.running[0], "abort")

@@ -232,7 +232,7 @@ def serve(num_heads, num_kv_heads, vocab_size, enforce_eager):
     triton.compiler.compile = MagicMock()  # no kernel is compiled in fact
     attention.reason_unavailable = lambda *_: None
     graphs.capture = lambda step, device, previous: (SimpleNamespace(replay=lambda: None), step())
-    model_runner.find_logprobs = lambda logits, tokens, nums: [{0: 0.0} for _ in nums]
+    model_runner.find_logprobs = lambda *_: []
     Sampler.forward = sample
     with tempfile.TemporaryDirectory() as directory:
         make_checkpoint(

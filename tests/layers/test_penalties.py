@@ -61,5 +61,5 @@ def test_bounds_of_the_repetition_penalty_keep_logits_finite():
 def test_a_batch_without_penalties_and_logprobs_does_no_work_for_them(make_llm, monkeypatch):
     llm = make_llm()
     monkeypatch.setattr("nanovllm.engine.model_runner.apply_penalties", None)
-    monkeypatch.setattr("nanovllm.engine.model_runner.find_logprobs", None)
+    monkeypatch.setattr("nanovllm.layers.logprobs.to_device", None)
     generate_ids(llm, [[1, 2]] * 3, SamplingParams(top_p=0.9, n=2))

@@ -183,7 +183,7 @@ class Drafts(Feature):
 
     def advanced(self, step: Step) -> None:
         for seq in self.drafts:  # release the blocks of rejected tokens
-            self.scheduler.block_manager.truncate(seq, seq.num_computed_tokens)
+            self.scheduler.block_manager.release(seq, seq.num_computed_tokens)
 
     def finished(self, seq: Sequence, reason: FinishReason) -> None:
         self.proposals.pop(seq, None)
