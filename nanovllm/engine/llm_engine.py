@@ -226,9 +226,7 @@ class LLMEngine:
     @property
     def stats(self) -> Stats:
         scheduler = self.scheduler
-        # Counters of features that this engine does not use are 0.
-        stats = dict.fromkeys(Stats.__annotations__, 0)
-        stats |= {
+        stats = {
             "num_prefill_tokens": scheduler.num_prefill_tokens,
             "num_decode_tokens": scheduler.num_decode_tokens,
             "num_cached_tokens": scheduler.num_cached_tokens,
@@ -240,7 +238,8 @@ class LLMEngine:
         }
         for feature in self.features:
             stats |= feature.stats()
-        return cast(Stats, stats)
+        # Counters of features that this engine does not use are 0.
+        return cast(Stats, dict.fromkeys(Stats.__annotations__, 0) | stats)
 
     def exit(self) -> None:
         """Release memory, and stop the other ranks. A second call has no effect."""

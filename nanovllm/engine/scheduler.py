@@ -12,10 +12,6 @@ sequences hold no blocks. `running` sequences hold blocks and a lane each. There
 When blocks run out, the newest running sequence is preempted. It releases its blocks and is
 recomputed later, often from its own cached blocks. The oldest sequence is never preempted for
 another one, so every sequence finishes.
-
-A step is planned by `schedule`. `advance` counts its tokens as computed, and `postprocess` records
-what it has sampled. If steps overlap, the next step is planned between these two, with a pending
-token in the place of each token that is not read yet (sequence.py).
 """
 
 from collections import OrderedDict
