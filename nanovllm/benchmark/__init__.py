@@ -6,5 +6,4 @@ engines.py     nanovllm, transformers and vLLM behind one interface
 memory.py      the memory that a run takes
 roofline.py    the minimum time          report.py      the table of figures, JSON, a plot
 latency.py     requests that arrive over time
-start.py       a program that times the start of an engine
 """
