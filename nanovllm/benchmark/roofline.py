@@ -14,7 +14,7 @@ from torch.utils.benchmark import Timer
 
 from nanovllm.benchmark.workloads import Request
 from nanovllm.layers import attention
-from nanovllm.layers.attention import AttentionShape
+from nanovllm.layers.attention import AttentionShape, find_first_visible
 from nanovllm.layers.embedding import Embedding
 from nanovllm.layers.linear import Linear
 from nanovllm.layers.quantized import Scheme
@@ -195,7 +195,7 @@ def count_decode(
     flops = 0
     elements = 0
     for shape, num_layers in sizes.attention.items():
-        starts = [shape.find_first_visible(context_len - 1) for context_len in context_lens]
+        starts = [find_first_visible(context_len - 1, shape.window) for context_len in context_lens]
         num_pairs = sum(context_lens) - sum(starts)
         flops += num_layers * _count_pair_flops(shape) * num_pairs
         num_tokens = max(0, shared_prefix - min(starts))

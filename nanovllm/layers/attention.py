@@ -24,8 +24,8 @@ Backend = ModuleType
 NAME = "torch"  # in backends.py, and as the option attention_backend
 PREFERRED_BLOCK_SIZE = 16  # tokens in a block if the user does not choose
 SUPPORTS_CUDA_GRAPHS = False  # True if kernel launches depend on shapes only
-# The limit on draft tokens per sequence and step. Longer drafts are rarely accepted. A backend that
-# promises a verification bitwise identical to decodes has the length up to which it does.
+# The limit on draft tokens per sequence and step. Longer drafts are rarely accepted. A backend whose
+# verification is bitwise identical to decodes up to some length has this length here.
 MAX_DRAFT_LEN = 7
 
 TILE = 256  # queries that are computed together, which bounds the size of a mask
@@ -42,12 +42,9 @@ class AttentionShape:
     scale: float  # factor on scores
     window: int | None = None  # tokens that a query attends to, itself included. None: all
 
-    def find_first_visible(self, position: int) -> int:
-        """Return the first position that a query at `position` attends to."""
-        return find_first_visible(position, self.window)
-
 
 def find_first_visible(position: int, window: int | None) -> int:
+    """Return the first position that a query at `position` attends to."""
     return 0 if window is None else max(0, position + 1 - window)
 
 
@@ -109,14 +106,14 @@ def attend(query: Tensor, kv_cache: Tensor, batch: Batch, shape: AttentionShape)
         queries = query[own]
         results = output[own]
         position = context_len - len(queries)  # the queries are the last tokens of their context
-        first_block = shape.find_first_visible(position) // block_size
+        first_block = find_first_visible(position, shape.window) // block_size
         block_ids = batch.block_tables[i, first_block : cdiv(context_len, block_size)]
         # [num_gathered, num_kv_heads, head_dim], then [1, num_kv_heads, num_gathered, head_dim]
         keys, values = kv_cache.index_select(1, block_ids).flatten(1, 2)
         keys = keys.transpose(0, 1)[None]
         values = values.transpose(0, 1)[None]
         for tile, result in zip(queries.split(TILE), results.split(TILE)):
-            start = shape.find_first_visible(position)  # of the tile's first query
+            start = find_first_visible(position, shape.window)  # for the tile's first query
             end = position + len(tile)
             visible = slice(start - first_block * block_size, end - first_block * block_size)
             mask = torch.ones(len(tile), end - start, dtype=torch.bool, device=query.device)

@@ -149,7 +149,7 @@ def make_step(lengths, heads, block_size, dtype, device=CPU, window=None, fills_
     kv_cache = torch.full(cache_shape, torch.nan, dtype=dtype)
     for table, ids, length, query_len in zip(tables, block_ids, context_lens, query_lens):
         table[: len(ids)] = ids
-        first = shape.find_first_visible(length - query_len)
+        first = torch_backend.find_first_visible(length - query_len, shape.window)
         if fills_blocks:
             first -= first % block_size
         positions = torch.arange(first, length)
