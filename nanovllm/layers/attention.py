@@ -24,8 +24,8 @@ Backend = ModuleType
 NAME = "torch"  # in backends.py, and as the option attention_backend
 PREFERRED_BLOCK_SIZE = 16  # tokens in a block if the user does not choose
 SUPPORTS_CUDA_GRAPHS = False  # True if kernel launches depend on shapes only
-# The limit on draft tokens per sequence and step. Longer drafts are rarely accepted. A backend whose
-# verification is bitwise identical to decodes up to some length has this length here.
+# The limit on draft tokens per sequence and step. Longer drafts are rarely accepted. If a backend's
+# verification is bitwise identical to decodes up to some length, this is that length.
 MAX_DRAFT_LEN = 7
 
 TILE = 256  # queries that are computed together, which bounds the size of a mask
