@@ -1,4 +1,4 @@
-"""What the tests of this folder share: a small KV cache, and starting and rejecting commands."""
+"""What the tests of programs share: a small KV cache, and starting and rejecting commands."""
 
 import os
 import subprocess
