@@ -317,7 +317,7 @@ VALID = {"prompt": "x", "messages": QUESTION}
 
 
 @settings(
-    max_examples=25,
+    max_examples=60,
     deadline=None,
     derandomize=True,
     phases=[Phase.generate],
@@ -325,7 +325,7 @@ VALID = {"prompt": "x", "messages": QUESTION}
 )
 @given(st.lists(st.tuples(BODIES, NUM_TOKENS, PATHS, st.booleans()), min_size=20, max_size=20))
 def test_no_body_is_an_internal_error(url, requests):
-    """500 generated bodies, half of them nearly valid. They are small, so none is shrunk."""
+    """1,200 generated bodies, half of them nearly valid. They are small, so none is shrunk."""
     for body, num_tokens, path, is_nearly_valid in requests:
         body = {**body, "max_tokens": num_tokens}
         if is_nearly_valid:

@@ -249,7 +249,7 @@ def test_a_prompt_that_ends_within_a_character():
     assert reader.read(half + rest + a, is_last=True) == "—"
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=1000, deadline=None, derandomize=True)
 @given(
     st.lists(st.sampled_from(b"a.\xff\x80\xc3\xa9\xe4\xbd\xa0\xf0\x9f"), max_size=12),
     st.integers(0, 12),
