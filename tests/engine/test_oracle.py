@@ -70,42 +70,6 @@ def test_grid(tiny, make_llm, way, block_size, policy, is_caching):
         assert bool(llm.stats["num_cached_tokens"]) == is_caching
 
 
-SHAPES = {
-    "untied, biases, MQA, sharded": dict(
-        tie_word_embeddings=False,
-        attention_bias=True,
-        num_key_value_heads=1,
-        max_shard_size="10KB",
-    ),
-    "odd head_dim, MHA, linear": dict(
-        head_dim=10,
-        num_key_value_heads=4,
-        rope_parameters={"rope_type": "linear", "rope_theta": 100.0, "factor": 4.0},
-    ),
-    "GQA of 3, YaRN": dict(
-        num_attention_heads=6,
-        head_dim=24,
-        rope_parameters={
-            "rope_type": "yarn",
-            "rope_theta": 10000.0,
-            "factor": 4.0,
-            "original_max_position_embeddings": 32,
-        },
-    ),
-}
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_shapes(tmp_path, name):
-    model = make_checkpoint(tmp_path, **SHAPES[name])
-    llm = LLM(str(tmp_path), num_kvcache_blocks=64, kvcache_block_size=4, max_num_batched_tokens=24)
-    prompts = [random_prompt(seed, 10 * seed + 1) for seed in range(5)]
-    for prompt, token_ids in zip(prompts, generate_ids(llm, prompts, greedy(24))):
-        with torch.inference_mode():
-            logits = model(torch.tensor([prompt + token_ids])).logits[0]
-        assert logits.argmax(-1)[len(prompt) - 1 : -1].tolist() == token_ids
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("way", list_ways(torch.float32), ids=str)
 def test_low_precision_logprobs(tmp_path, dtype, way):

@@ -1,6 +1,5 @@
 """What ends a sequence, in which order, and what its text is then."""
 
-from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -88,32 +87,6 @@ def test_stop_strings_need_a_tokenizer(make_llm):
         llm.generate([1], SamplingParams(stop="x"))
     (output,) = llm.generate([1], SamplingParams(stop=[]), use_tqdm=False)
     assert output["text"] == ""
-
-
-@pytest.mark.parametrize(
-    "text", ["naïve 你好 👩‍👩‍👧 é̂ fin", " a\ufffdb ", "日本語のテキスト", "👧" * 4]
-)
-def test_any_part_of_a_text_can_stop_it(demo, say, text):
-    """The text ends before the stop string, of which nothing is shown, at the first token that
-    completes it.
-    """
-    ids = demo.tokenizer.encode(text)
-    whole = [output["text"] for output in say(ids)]
-    assert whole[-1] == text
-    for shown in whole:  # grows by whole characters
-        assert text.startswith(shown)
-    for start, size in product(range(len(text)), (1, 2, 5)):
-        stop = text[start : start + size]
-        if "\ufffd" in stop:
-            continue
-        outputs = say(ids, stop=stop)
-        expected = text[: text.index(stop)]
-        assert outputs[-1]["text"] == expected
-        assert outputs[-1]["finish_reason"] == "stop"
-        first = next(index for index, shown in enumerate(whole) if stop in shown)
-        assert len(outputs) == first + 1
-        for output in outputs:
-            assert expected.startswith(output["text"])
 
 
 def test_the_start_of_a_stop_string_is_withheld(demo, say):

@@ -62,8 +62,8 @@ SHARED_LIMIT = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes of a bloc
 MATRIX_INSTRUCTIONS = ["mma.sync", "wgmma", "tcgen05.mma"]
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 FEW = {  # dtype, head_dim and group_size, by compute capability
-    80: [(BF16, 128, 2), (BF16, 64, 8)],
-    90: [(BF16, 128, 2), (BF16, 256, 4), (F32, 128, 7)],
+    80: [(BF16, 64, 8), (F32, 128, 7)],
+    90: [(BF16, 128, 2), (BF16, 256, 4)],
     100: [(BF16, 128, 2)],
 }
 ALL = list(product((BF16, F16, F32), (64, 80, 96, 128, 256), (1, 2, 4, 7, 8, 16)))

@@ -109,9 +109,10 @@ def run_quantized(dtype):
 
 
 def run_gated_delta(dtype):
+    long = 2 if dtype == torch.float32 else 40  # float32 has no chunks
     for shape in ((2, 4, 20, 24), (1, 3, 5, 7)):
         layer = optimize(make_delta_rule(shape, dtype), "triton", dtype).to(DEVICE)
-        for lengths in ([1, 1], [40, 1], [3]):
+        for lengths in ([1, 1], [long, 1], [2]):
             inputs, states, batch = make_delta_step(layer, lengths)
             layer(inputs, states, batch)
             layer(DeltaInputs(*[each.contiguous() for each in inputs]), states, batch)

@@ -16,7 +16,6 @@ from nanovllm.kernels.cpu import attention as cpp_backend
 from nanovllm.kernels.cpu.fused_layers import FusedLayers
 from nanovllm.kernels.cpu.panels import can_prepack
 from nanovllm.kernels.cpu.prepacked import (
-    Gate,
     PrepackedEmbedding,
     PrepackedExperts,
     PrepackedWeight,
@@ -101,26 +100,6 @@ def test_all_differences_of_codes_and_zeros_are_exact(zero, dtype):
         for num_rows in (1, size):
             output = PrepackedWeight(weight).multiply(x[-num_rows:])
             assert torch.equal(output, expected[-num_rows:, None].to(dtype).expand(-1, 32))
-
-
-@all_dtypes
-@all_schemes
-def test_rows_are_dequantized(scheme, dtype):
-    weight = make_weight(100, 200, scheme, dtype)
-    ids = torch.tensor([99, 0, 50, 17, 40], dtype=torch.int32)
-    assert torch.equal(PrepackedWeight(weight).rows(ids), weight.dequantize()[ids])
-
-
-@all_dtypes
-@all_schemes
-def test_gated_weight_computes_swiglu(scheme, dtype):
-    weight = make_weight(68, 200, scheme, dtype)
-    prepacked = PrepackedWeight(weight, Gate.SILU)
-    limit = 1e-6 if dtype == torch.float32 else 0.01
-    for num_rows in (1, 9):
-        x = torch.randn(num_rows, 200).to(dtype)
-        gate, up = F.linear(x.double(), weight.dequantize().double()).chunk(2, dim=-1)
-        assert relative_error(prepacked.multiply(x), F.silu(gate) * up) < limit
 
 
 @all_dtypes

@@ -8,15 +8,12 @@ from dataclasses import make_dataclass, replace
 
 import pytest
 import torch
-from conftest import cover_pairs, generate_ids, make_sampling_batch
-from kernel_helpers import all_kernels, needs_compiler, optimize
+from conftest import cover_pairs, make_sampling_batch
+from kernel_helpers import all_kernels, optimize
 
 from nanovllm import SamplingParams
 from nanovllm.batch import SamplingBatch
-from nanovllm.engine import model_runner
 from nanovllm.kernels.fallback import report_once
-from nanovllm.kernels.sampler import OptimizedSampler
-from nanovllm.layers import sampler as plain_sampler
 from nanovllm.layers.sampler import Sampler
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -114,33 +111,6 @@ def test_a_new_field_of_the_batch_is_left_to_the_plain_forward(language, device,
     for sampler in make_samplers(50, F32, language, device):
         logits = torch.zeros(2, 50, device=device)
         assert sampler(logits, change(batch, bonus=bonus)).tolist() == [7, 7]
-
-
-@needs_compiler
-def test_a_new_option_of_the_plain_sampler_works_with_kernels(make_llm, monkeypatch, capfd):
-    """Only Filters, the plain filter and make_sampling_batch know it."""
-    report_once.cache_clear()
-
-    def allow_one_token(logits, filters):
-        assert filters.only == 7
-        only = torch.full_like(logits, -torch.inf)
-        only[:, filters.only] = 0.0
-        return only
-
-    llm = make_llm(device="cpu")
-    assert isinstance(llm.model_runner.sampler, OptimizedSampler)
-    monkeypatch.setattr("nanovllm.layers.sampler.filter_logits", allow_one_token)
-
-    def make_batch(*args):
-        batch = plain_sampler.make_sampling_batch(*args)
-        if batch.filters is None:
-            return batch
-        return replace(batch, filters=change(batch.filters, only=7))
-
-    monkeypatch.setattr(model_runner, "make_sampling_batch", make_batch)
-    params = SamplingParams(top_p=0.9, max_tokens=3, ignore_eos=True)
-    assert generate_ids(llm, [[1, 2, 3], [4, 5]], params) == [[7, 7, 7], [7, 7, 7]]
-    assert capfd.readouterr().err.count("the sampling kernels ignore only") == 1
 
 
 EXTREME_PARAMS = [

@@ -43,11 +43,9 @@ def read(family, **changes):
     "family, changes, windows",
     [
         (LlamaConfig, {}, [None] * 3),
-        (LlamaConfig, dict(sliding_window=MAX_LEN), [None] * 3),
         (LlamaConfig, dict(sliding_window=None, layer_types=[FULL] * 3), [None] * 3),
         (MistralConfig, {}, [4096] * 3),  # the default of its class
         (MistralConfig, dict(sliding_window=None), [None] * 3),
-        (MistralConfig, dict(sliding_window=1), [1] * 3),
         (MistralConfig, dict(sliding_window=MAX_LEN - 1), [MAX_LEN - 1] * 3),
         (MistralConfig, dict(sliding_window=MAX_LEN), [None] * 3),
         (
@@ -55,8 +53,6 @@ def read(family, **changes):
             dict(sliding_window=MAX_LEN, rope_parameters=TWICE_AS_LONG),
             [MAX_LEN] * 3,
         ),
-        (MinistralConfig, {}, [4096] * 3),
-        (MinistralConfig, dict(sliding_window=None), [None] * 3),
         (
             MinistralConfig,
             dict(sliding_window=8, layer_types=[SLIDING, FULL, SLIDING]),
@@ -65,12 +61,9 @@ def read(family, **changes):
         (MinistralConfig, dict(layer_types=[FULL] * 3), [None] * 3),
         (Qwen2Config, LATE, [None, None, 8]),
         (Qwen2Config, {**LATE, "use_sliding_window": False}, [None] * 3),
-        (Qwen2Config, dict(use_sliding_window=True, sliding_window=8), [None] * 3),
         (Qwen2Config, {**LATE, "layer_types": [SLIDING, FULL, FULL]}, [8, None, None]),
         (Qwen3Config, {**LATE, "max_window_layers": 0}, [8] * 3),
-        (Qwen3Config, {**LATE, "sliding_window": None}, [None] * 3),
         (Qwen3MoeConfig, LATE, [8] * 3),  # it has no max_window_layers
-        (Qwen3MoeConfig, {**LATE, "use_sliding_window": False}, [None] * 3),
     ],
     ids=str,
 )

@@ -17,7 +17,7 @@ from conftest import (
     greedy,
     random_prompt,
 )
-from families import PHI4_MINI, YARN, YARN_SCALES, make_family, stack_experts
+from families import PHI4_MINI, YARN, YARN_SCALES, make_family
 from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM
@@ -62,14 +62,6 @@ def test_weights_of_experts_are_normalized_as_the_class_says(tmp_path, name, val
     if value is not None:
         edit_config(tmp_path, norm_topk_prob=value)
     check_tokens(tmp_path, Oracle(AutoModelForCausalLM.from_pretrained(tmp_path).eval()))
-
-
-@pytest.mark.parametrize("name", ["qwen3-moe", "qwen3-next-mixed"])
-def test_any_family_can_have_stacked_experts(tmp_path, name):
-    """vLLM #36997, MoE-Infinity #110: transformers 5 can save all mixtures so."""
-    oracle = make_family(tmp_path, name)
-    edit_weights(tmp_path, stack_experts)
-    check_tokens(tmp_path, oracle, tensor_parallel_size=2)
 
 
 @pytest.mark.parametrize("name", ["qwen3-moe", "qwen3.5-moe"])

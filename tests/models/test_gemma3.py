@@ -21,7 +21,7 @@ from conftest import (
 from families import GEMMA3, GEMMA3_ROPES, make_family
 from transformers import Gemma3Config
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM
 from nanovllm.checkpoints.checkpoint import read_config
 from nanovllm.features.speculation.costs import StepCosts
 from nanovllm.features.speculation.drafts import Drafts
@@ -94,19 +94,6 @@ def test_grid(gemma, budget, num_blocks, num_drafts, is_chunked, is_caching, wit
         assert budget < 24 or (llm.stats["num_draft_tokens"] > 0) == (num_drafts > 0)
 
 
-def test_logprobs_match_transformers(gemma):
-    """A scaled output head, or another scale of scores, can choose the same tokens."""
-    path, oracle = gemma
-    prompt = random_prompt(3, 60)
-    params = SamplingParams(max_tokens=1, prompt_logprobs=VOCAB_SIZE)
-    (output,) = LLM(path, **POOL).generate(prompt, params, use_tqdm=False)
-    items = [sorted(entry.items()) for entry in output["prompt_logprobs"][1:]]
-    ours = torch.tensor(items)[..., 1]
-    with torch.inference_mode():
-        theirs = oracle.model(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_embeddings_are_scaled_as_in_transformers(tmp_path, dtype):
     """By the root of the hidden size in the model's dtype: 6.3125, not 6.3246, in bfloat16."""
@@ -167,15 +154,7 @@ def test_checkpoints_of_models_with_images(tmp_path, renaming, head):
     assert len(llm.executor.worker.kv_caches) == GEMMA3["num_hidden_layers"]
 
 
-def test_eos_ids_of_all_files_count(tmp_path):
-    """Turns end with 106 in released models, which only generation_config.json names."""
-    make_checkpoint(tmp_path, family=make_config_with_images, **GEMMA3)
-    edit_config(tmp_path, eos_token_id=[1, 7])
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 9]}')
-    assert LLM(tmp_path, **POOL).eos_token_ids == {1, 7, 9}
-
-
-# What config.json of released models says. That of 4B has only what differs from the defaults.
+# What config.json of released models says. That of 27B has only what differs from the defaults.
 SCALING = {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
 SMALL = dict(
     head_dim=256,
@@ -193,15 +172,6 @@ SMALL = dict(
     hidden_activation="gelu_pytorch_tanh",
 )
 RELEASED = {
-    "270m": dict(
-        SMALL,
-        hidden_size=640,
-        intermediate_size=2048,
-        num_hidden_layers=18,
-        layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 3,
-        use_bidirectional_attention=False,
-        _sliding_window_pattern=6,
-    ),
     "1b": dict(
         SMALL,
         hidden_size=1152,
@@ -209,22 +179,6 @@ RELEASED = {
         num_hidden_layers=26,
         sliding_window_pattern=6,
         cache_implementation="hybrid",
-    ),
-    "4b": dict(
-        SCALING,
-        hidden_size=2560,
-        intermediate_size=10240,
-        num_hidden_layers=34,
-        sliding_window=1024,
-    ),
-    "12b": dict(
-        SCALING,
-        hidden_size=3840,
-        intermediate_size=15360,
-        num_hidden_layers=48,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        sliding_window=1024,
     ),
     "27b": dict(
         SCALING,
@@ -243,10 +197,7 @@ RELEASED = {
 @pytest.mark.parametrize(
     "name, heads, scale, scaling, max_len, vocab_size",
     [
-        ("270m", (4, 1, 256), 1 / 16, 1, 32768, 262144),
         ("1b", (4, 1, 256), 1 / 16, 1, 32768, 262144),
-        ("4b", (8, 4, 256), 1 / 16, 8, 131072, 262208),
-        ("12b", (16, 8, 256), 1 / 16, 8, 131072, 262208),
         ("27b", (32, 16, 128), 168**-0.5, 8, 131072, 262208),
     ],
 )
@@ -301,9 +252,6 @@ def test_defaults_of_the_window(gemma):
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention must be one of False"),
         ({"hidden_activation": "gelu"}, "hidden_activation must be one of 'gelu_pytorch_tanh'"),
         ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be above 0"),
-        ({"sliding_window": None}, "sliding_window must be an int, not None"),
-        ({"sliding_window": 0}, "sliding_window must be at least 1"),
-        ({"layer_types": ["chunked_attention"] * 4}, "layer_types must be one of"),
         ({"layer_types": ["full_attention"] * 3}, "layer_types"),
         (
             {**OLD_ROPE, "rope_scaling": {"type": "linear", "factor": 8.0}},
@@ -314,7 +262,6 @@ def test_defaults_of_the_window(gemma):
             "longrope",
         ),
         ({"architectures": ["Gemma3TextModel"]}, "similar: Gemma3ForCausalLM"),
-        ({"architectures": ["GptOssForCausalLM"]}, "'GptOssForCausalLM' is not supported"),
         ({"dtype": "float64"}, "float64"),
     ],
     ids=str,

@@ -18,16 +18,12 @@ from conftest import (
     make_checkpoint,
     random_prompt,
 )
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from transformers import Qwen3_5Config, Qwen3_5TextConfig
 
-from nanovllm import LLM, SamplingParams
-from nanovllm.checkpoints.quantization import INT8
+from nanovllm import LLM
 from nanovllm.features.recurrent_states import RecurrentStates
 from nanovllm.features.speculation.costs import StepCosts
 from nanovllm.features.speculation.drafts import Drafts
-from nanovllm.layers.quantized import QuantizedWeight
 from nanovllm.worker.state_slots import FIRST_LANE, ZEROS
 
 SETTINGS = dict(
@@ -112,13 +108,15 @@ def check_engine(llm):
 @pytest.mark.parametrize(
     "budget, num_blocks, is_chunked, is_caching, with_kernels, size",
     cover_pairs(
-        [2, 3, 5, 24, 200],
+        [2, 3, 24, 200],
         [33, 200],
         [True, False],
         [True, False],
         [True, False],
         [1, 2],
-        allowed=lambda budget, _, is_chunked, *__: is_chunked or budget == 200,
+        allowed=lambda budget, _, is_chunked, __, ___, size: (
+            budget == 200 or (is_chunked and (size == 1 or budget == 24))
+        ),
     ),
 )
 def test_grid(hybrid, budget, num_blocks, is_chunked, is_caching, with_kernels, size):
@@ -419,24 +417,6 @@ def test_dtype_and_eos_ids_are_found(tmp_path, where):
     assert model.layers[0].linear_attn.delta_rule.A_log.dtype == torch.float32
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_is_as_exact_as_transformers(tmp_path, dtype):
-    model = make_checkpoint(tmp_path, dtype=dtype, **SETTINGS)
-    prompt = random_prompt(3, 40)
-    llm = LLM(str(tmp_path), num_kvcache_blocks=64, max_num_batched_tokens=7)
-    params = SamplingParams(max_tokens=1, prompt_logprobs=VOCAB_SIZE)
-    (output,) = llm.generate(prompt, params, use_tqdm=False)
-    items = [sorted(entry.items()) for entry in output["prompt_logprobs"][1:]]
-    ours = torch.tensor(items)[..., 1]
-    with torch.inference_mode():
-        ids = torch.tensor([prompt])
-        theirs = model(ids).logits[0, :-1].float().log_softmax(-1)
-        exact = model.float()(ids).logits[0, :-1].log_softmax(-1)
-    assert (ours - exact).norm() < 1.5 * (theirs - exact).norm()
-    states = [cache for cache in llm.executor.worker.kv_caches if cache.dim() == 2]
-    assert {cache.dtype for cache in states} == {torch.float32}
-
-
 @pytest.mark.parametrize(
     "changes, message",
     [
@@ -467,79 +447,6 @@ def test_ranks_must_divide_the_key_heads(hybrid):
         LLM(hybrid[0], **POOL, tensor_parallel_size=4)
 
 
-class InterruptError(Exception):
-    pass
-
-
-def interrupt(*_):
-    raise InterruptError
-
-
-ACTIONS = ["add", "add", "step", "step", "step", "abort", "interrupt"]
-
-
-@given(data=st.data())
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-def test_random_engines(hybrid, data):
-    """Pools are small, so that requests are preempted and snapshots are evicted."""
-    path, oracle = hybrid
-    draw = data.draw
-    block_size = draw(st.sampled_from([2, 3, 4, 8]))
-    is_chunked = draw(st.booleans())
-    is_drafting = draw(st.booleans())
-    llm = make_llm(
-        path,
-        kvcache_block_size=block_size,
-        num_kvcache_blocks=draw(st.sampled_from([48, 64, 200])) // block_size,
-        max_num_batched_tokens=draw(st.integers(1, 40)) if is_chunked else 48,
-        max_num_seqs=draw(st.integers(1, 5)),
-        enable_chunked_prefill=is_chunked,
-        enable_prefix_caching=draw(st.integers(0, 3)) > 0,
-        num_speculative_tokens=3 if is_drafting else 0,
-    )
-    shared = random_prompt(0, 24)
-    prompts = [[1]]
-    for cut in (9, 16, 24):
-        prompts += [shared[:cut] + random_prompt(cut + tail, tail) for tail in (1, 5, 8)]
-    if is_drafting:
-        answers = [prompt + oracle(prompt, 14) for prompt in prompts]
-        let_draft(llm, answers, draw(st.sampled_from(["always", "never", "sometimes"])))
-    given_prompts = {}
-    outputs = {}
-    places = [(llm.model_runner, "forward"), (llm.model_runner, "sample")]
-    places.append((llm.scheduler, "postprocess"))
-
-    def step():
-        outputs.update((output["request_id"], output) for output in llm.step())
-        check_engine(llm)
-
-    for action in draw(st.lists(st.sampled_from(ACTIONS), min_size=15, max_size=50)):
-        if action == "add":
-            prompt = draw(st.sampled_from(prompts))
-            request_id = llm.add_request(prompt, greedy(draw(st.integers(1, 14))))
-            given_prompts[request_id] = prompt
-        elif action == "step":
-            step()
-        elif action == "abort":
-            llm.abort(draw(st.integers(0, 12)))
-        elif llm.requests:
-            place, name = draw(st.sampled_from(places))
-            original = getattr(place, name)
-            setattr(place, name, interrupt)
-            with pytest.raises(InterruptError):
-                llm.step()
-            setattr(place, name, original)
-    for _ in range(1000):
-        step()
-        if llm.is_finished():
-            break
-    assert outputs.keys() == given_prompts.keys()
-    for request_id, output in outputs.items():
-        token_ids = output["token_ids"]
-        assert output["finish_reason"] in ("length", "abort")
-        assert token_ids == oracle(given_prompts[request_id], 14)[: len(token_ids)]
-
-
 def test_prompts_without_a_shared_prefix_leave_no_snapshot(hybrid):
     """A snapshot of each prompt would evict those that are hit."""
     path, _ = hybrid
@@ -565,83 +472,3 @@ def test_a_preempted_sequence_leaves_no_snapshot_of_its_own(hybrid):
         outputs = llm.step()
     assert outputs[0]["token_ids"] == oracle(prompt, 9)
     assert not find_feature(llm, RecurrentStates).snapshots
-
-
-@torch.inference_mode()
-def test_logprobs_and_prompt_logprobs(hybrid):
-    """Also of requests that could reuse a snapshot, in chunks and after preemptions."""
-    path, oracle = hybrid
-    llm = make_llm(path, max_num_batched_tokens=9, num_kvcache_blocks=20)
-    shared = random_prompt(2, 30)
-    prompts = [shared + [index] * 4 for index in range(4)]
-    params = SamplingParams(temperature=0.0, max_tokens=8, logprobs=3, prompt_logprobs=3)
-    for scoring in (greedy(8), params, params):
-        outputs = llm.generate(prompts, scoring, use_tqdm=False)
-        assert [o["token_ids"] for o in outputs] == [oracle(prompt, 8) for prompt in prompts]
-    assert llm.stats["num_preemptions"] > 0
-    for output in outputs:
-        token_ids = output["prompt_token_ids"] + output["token_ids"]
-        expected = oracle.model(torch.tensor([token_ids])).logits[0, :-1].log_softmax(-1)
-        entries = [*output["prompt_logprobs"][1:], *output["logprobs"]]
-        for entry, row in zip(entries, expected, strict=True):
-            assert list(entry.values()) == pytest.approx(row[list(entry)].tolist(), abs=1e-4)
-
-
-@torch.inference_mode()
-def search_beams(model, prompt, width, num_tokens):
-    """Beam search without a cache and without an end."""
-    beams = [([], 0.0)]
-    for _ in range(num_tokens):
-        longer = []
-        for token_ids, total in beams:
-            logits = model(torch.tensor([prompt + token_ids])).logits[0, -1]
-            logprobs = (total + logits.log_softmax(-1)).tolist()
-            longer += [([*token_ids, i], each) for i, each in enumerate(logprobs)]
-        beams = sorted(longer, key=lambda beam: -beam[1])[:width]
-    return [token_ids for token_ids, _ in beams]
-
-
-def test_samples_streams_and_beams(hybrid):
-    """A seed gives the same samples from a cold cache, from snapshots, and after preemptions."""
-    path, oracle = hybrid
-    prompts = [[*random_prompt(3, 26), index] for index in range(3)]
-    params = SamplingParams(n=3, temperature=1.0, max_tokens=12, seed=1, top_k=20)
-    engines = [
-        make_llm(path, enable_prefix_caching=False),
-        make_llm(path),
-        make_llm(path, num_kvcache_blocks=20, max_num_batched_tokens=7),
-        make_llm(path, num_speculative_tokens=3),
-    ]
-    expected = generate_ids(engines[0], prompts, params)
-    assert len(expected) == 9
-    best = search_beams(oracle.model, prompts[0], 3, 7)
-    for llm in engines:
-        for _ in range(2):
-            assert generate_ids(llm, prompts, params) == expected
-            check_engine(llm)
-        *_, last = llm.stream(prompts[0], greedy(9))
-        assert last["token_ids"] == oracle(prompts[0], 9)
-        # transformers does not reorder recurrent states with the beams, so it is no reference.
-        beams = llm.beam_search(prompts[0], 3, 7)[0]
-        assert [beam["token_ids"] for beam in beams] == best
-    assert engines[2].stats["num_preemptions"] > 0
-
-
-@pytest.mark.parametrize("with_kernels", [True, False])
-def test_quantized_projections(tmp_path, with_kernels):
-    """All but those of beta and decay."""
-    model = make_checkpoint(tmp_path, **SETTINGS)
-    for name, parameter in model.named_parameters():
-        if parameter.dim() == 2 and not name.endswith(("in_proj_a.weight", "in_proj_b.weight")):
-            parameter.data = QuantizedWeight.quantize(parameter.data, INT8).dequantize()
-    prompts = [random_prompt(seed, 20) for seed in range(3)]
-    expected = [Oracle(model)(prompt, 8) for prompt in prompts]
-    llm = LLM(str(tmp_path), **POOL, quantization="int8", enable_kernels=with_kernels)
-    assert generate_ids(llm, prompts, greedy(8)) == expected
-
-
-def test_dummy_weights_are_finite(tmp_path):
-    make_checkpoint(tmp_path, **SETTINGS)
-    llm = LLM(str(tmp_path), **POOL, load_format="dummy")
-    (output,) = llm.generate([1, 2, 3], greedy(5), use_tqdm=False)
-    assert output["finish_reason"] == "length"

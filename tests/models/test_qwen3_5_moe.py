@@ -8,8 +8,6 @@ import pytest
 import torch
 from conftest import (
     Oracle,
-    check_invariants,
-    cover_pairs,
     edit_config,
     edit_weights,
     generate_ids,
@@ -39,42 +37,6 @@ def hybrid(request, tmp_path_factory):
     """The path of a checkpoint, and its oracle."""
     directory = tmp_path_factory.mktemp(request.param)
     return str(directory), make_family(directory, request.param)
-
-
-@pytest.mark.parametrize(
-    "budget, num_blocks, is_chunked, num_drafts, with_kernels, size",
-    cover_pairs(
-        [2, 5, 24, 200],
-        [33, 200],
-        [True, False],
-        [0, 3],
-        [True, False],
-        [1, 2],
-        allowed=lambda budget, _, is_chunked, *__: is_chunked or budget == 200,
-    ),
-)
-def test_grid(hybrid, budget, num_blocks, is_chunked, num_drafts, with_kernels, size):
-    """Twice, so that prefixes are hit."""
-    path, oracle = hybrid
-    prompts = [random_prompt(length, length) for length in (1, 2, 5, 33, 100)]
-    prompts += [prompts[-1][:50] + random_prompt(seed, 7 + seed) for seed in range(3)]
-    prompts.append([5, 6, 7] * 9)  # whose continuation can be drafted
-    expected = [oracle(prompt, 12) for prompt in prompts]
-    with LLM(
-        path,
-        kvcache_block_size=4,
-        max_num_batched_tokens=budget,
-        num_kvcache_blocks=num_blocks,
-        enable_chunked_prefill=is_chunked,
-        num_speculative_tokens=num_drafts,
-        enable_kernels=with_kernels,
-        tensor_parallel_size=size,
-    ) as llm:
-        for _ in range(2):
-            assert generate_ids(llm, prompts, greedy(12)) == expected
-            check_invariants(llm)
-        assert llm.stats["num_cached_tokens"] > 0
-        assert llm.stats["num_preemptions"] == 0 or num_blocks == 33
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -232,11 +194,9 @@ def test_kernels_compute_all_layers_with_states(hybrid, name):
 @pytest.mark.parametrize(
     "name, changes, complaint",
     [
-        ("qwen3.5-moe", dict(num_experts_per_tok=9), "at least 1 and at most 8, not 9"),
         ("qwen3.5-moe", dict(shared_expert_intermediate_size=0), "shared_expert_intermediate_size"),
+        ("qwen3.5-moe", dict(num_experts_per_tok=9), "at least 1 and at most 8, not 9"),
         ("qwen3.5-moe", dict(hidden_act="gelu"), "hidden_act"),
-        ("qwen3.5-moe", dict(linear_num_value_heads=3), "must be a multiple of"),
-        ("qwen3.5-moe", dict(layer_types=["linear_attention"] * 4), "without full_attention"),
         ("qwen3-next", dict(num_experts=0), "num_experts must be at least 1"),
         ("qwen3-next", dict(decoder_sparse_step=0), "decoder_sparse_step must be at least 1"),
         ("qwen3-next", dict(sliding_window=8), "sliding_window is no field of Qwen3NextConfig"),

@@ -1,4 +1,4 @@
-"""What the tests of this room share: prompts, loops over steps, and interrupts."""
+"""What the tests of calls and interrupts share: prompts, loops over steps, and interrupts."""
 
 from itertools import chain, repeat
 from unittest.mock import DEFAULT, patch

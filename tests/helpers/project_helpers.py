@@ -1,4 +1,4 @@
-"""What the tests of this folder share: a small KV cache, and starting and rejecting commands."""
+"""What the tests of programs share: a small KV cache, and starting and rejecting commands."""
 
 import os
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 SMALL = {
     "kvcache_block_size": 4,
