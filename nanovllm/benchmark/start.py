@@ -26,7 +26,7 @@ from nanovllm import LLM
 from nanovllm.benchmark.arguments import make_parser
 from nanovllm.benchmark.setting import make_settings
 from nanovllm.benchmark.workloads import choose_workload
-from nanovllm.utils.terminal import run_program
+from nanovllm.utils.helpers import run_program
 
 # Uses a core until its parent ends, also if that is killed.
 BUSY_LOOP = "import os; parent = os.getppid()\nwhile os.getppid() == parent: pass"

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import xxhash
 
 from nanovllm.engine.sequence import Sequence
-from nanovllm.utils.arithmetic import cdiv
+from nanovllm.utils.helpers import cdiv
 
 
 @dataclass(eq=False, slots=True)

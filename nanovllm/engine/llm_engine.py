@@ -40,7 +40,7 @@ from nanovllm.outputs import Logprobs, RequestOutput, Stats
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompt_encoder import PromptEncoder
 from nanovllm.utils.checks import naming
-from nanovllm.utils.terminal import report
+from nanovllm.utils.helpers import report
 from nanovllm.worker.device import engine_settings
 
 Engine = TypeVar("Engine", bound="LLMEngine")

@@ -22,8 +22,8 @@ from nanovllm.layers.penalties import apply_penalties
 from nanovllm.layers.sampler import Sampler, make_sampling_batch
 from nanovllm.models.spec import ModelSpec
 from nanovllm.outputs import Logprobs
-from nanovllm.utils.arithmetic import cdiv
-from nanovllm.utils.packing import to_device
+from nanovllm.packing import to_device
+from nanovllm.utils.helpers import cdiv
 from nanovllm.worker.device import engine_settings
 from nanovllm.worker.executor import Executor, MultiRankExecutor
 from nanovllm.worker.startup import start_worker

@@ -40,7 +40,7 @@ from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.step import Step
 from nanovllm.layers.attention import find_first_visible
 from nanovllm.outputs import FinishReason
-from nanovllm.utils.arithmetic import cdiv
+from nanovllm.utils.helpers import cdiv
 
 
 class WindowPool(BlockManager):

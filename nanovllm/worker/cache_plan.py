@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from nanovllm.config import Config
 from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
-from nanovllm.utils.arithmetic import cdiv
+from nanovllm.utils.helpers import cdiv
 from nanovllm.worker.memory import MemoryMeter, find_available_memory, show_bytes
 from nanovllm.worker.state_slots import StateSlots
 

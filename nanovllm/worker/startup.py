@@ -26,7 +26,7 @@ from nanovllm.layers.tensor_parallel import ALONE
 from nanovllm.models import weights
 from nanovllm.models.spec import ModelSpec
 from nanovllm.utils.checks import naming
-from nanovllm.utils.terminal import report
+from nanovllm.utils.helpers import report
 from nanovllm.worker.cache_plan import ENLARGE_ADVICE, CacheUnits, plan_cache
 from nanovllm.worker.device import engine_settings, find_device
 from nanovllm.worker.dummy_steps import (

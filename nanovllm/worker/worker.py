@@ -16,8 +16,8 @@ from nanovllm.config import Config
 from nanovllm.layers.attention import Backend
 from nanovllm.layers.tensor_parallel import TensorParallel
 from nanovllm.models.spec import CausalLM, ModelSpec
-from nanovllm.utils.arithmetic import cdiv
-from nanovllm.utils.packing import copy_to, pack, unpack
+from nanovllm.packing import copy_to, pack, unpack
+from nanovllm.utils.helpers import cdiv
 from nanovllm.worker.memory import MemoryMeter
 
 

@@ -32,7 +32,7 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.features.speculation.costs import StepCosts
 from nanovllm.features.speculation.drafts import Drafts
 from nanovllm.features.windows import Windows
-from nanovllm.utils.arithmetic import cdiv
+from nanovllm.utils.helpers import cdiv
 from nanovllm.worker.cache_plan import CacheUnits
 from nanovllm.worker.worker import Worker
 

@@ -26,11 +26,11 @@ from torch import Tensor, nn
 from transformers import Qwen3_5TextConfig
 
 from nanovllm import batch as batch_module
+from nanovllm import packing
 from nanovllm.batch import Batch
 from nanovllm.kernels.cuda import graphs
 from nanovllm.kernels.cuda.graphs import CudaGraphs, list_batch_sizes
-from nanovllm.utils import packing
-from nanovllm.utils.packing import pack, pack_padded, unpack
+from nanovllm.packing import pack, pack_padded, unpack
 from nanovllm.worker.dummy_steps import make_dummy_batch
 from nanovllm.worker.startup import make_step
 from nanovllm.worker.worker import run_step
