@@ -78,8 +78,8 @@ class LLMEngine:
         self.vocab_size = spec.vocab_size
         self.max_model_len = worker.max_model_len
         self.scheduler = policy(
-            BlockManager(worker.num_blocks, worker.block_size, config.enable_prefix_caching),
-            worker.num_lanes,
+            BlockManager(worker.plan.num_blocks, worker.block_size, config.enable_prefix_caching),
+            worker.plan.num_lanes,
             worker.max_num_batched_tokens,
         )
         max_step_len = None if policy.splits_prompts else worker.max_num_batched_tokens

@@ -60,7 +60,7 @@ class Sampled:
 class ModelRunner:
     """Turns scheduled sequences into sampled tokens, through the workers of all ranks.
 
-    Raises ValueError as load_worker and start_worker do.
+    Raises ValueError as Worker and start_worker do.
     Raises RuntimeError as MultiRankExecutor does.
     """
 
@@ -82,7 +82,7 @@ class ModelRunner:
             sample = partial(sample_each_kind, self.sample_and_read, worker)
             self.executor.call(start_worker, worker, sample)
         # The block tables of all lanes, so that a decode need not copy its whole table.
-        self.block_tables = np.zeros((worker.num_lanes, worker.block_table_width), np.int32)
+        self.block_tables = np.zeros((worker.plan.num_lanes, worker.block_table_width), np.int32)
 
     def forward(self, step: Step) -> Tensor:
         """Launch the tokens of a step. Return logits [num_logits of all, vocab_size]."""

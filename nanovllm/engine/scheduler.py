@@ -295,5 +295,5 @@ POLICIES: dict[str, type[Scheduler]] = {
 
 def choose_policy(config: Config) -> type[Scheduler]:
     """Return the policy of an engine. Raises ValueError for an unknown name."""
-    check_choice("policy", config.policy, ("auto", *POLICIES))
-    return POLICIES[config.policy_name]
+    check_choice("policy", config.policy, tuple(POLICIES))
+    return POLICIES[config.policy]

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import partial
 from numbers import Integral, Real
-from typing import Literal, TypeVar, get_args, get_origin
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 T = TypeVar("T")
 C = TypeVar("C", bound="Checked")
@@ -140,9 +140,9 @@ check_bool = partial(check_type, types=bool, meaning="True or False")
 check_str = partial(check_type, types=str, meaning="a str")
 
 
-def check_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
+def check_choice(name: str, value: object, choices: tuple[object, ...]) -> Any:
     """Require one of `choices`."""
-    if not isinstance(value, str) or value not in choices:
+    if value not in choices:
         raise invalid(name, f"must be one of {', '.join(map(repr, choices))}, not {show(value)}")
     return value
 
@@ -150,11 +150,7 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
 def check_supported(settings: Mapping[str, object], **supported: tuple[object, ...]) -> None:
     """Require supported values. A setting can be absent if None is one of them."""
     for name, values in supported.items():
-        value = settings.get(name)
-        if value not in values:
-            raise ValueError(
-                f"{name} must be one of {', '.join(map(repr, values))}, not {show(value)}"
-            )
+        check_choice(name, settings.get(name), values)
 
 
 @contextmanager

@@ -33,7 +33,7 @@ from nanovllm.features.speculation.costs import StepCosts
 from nanovllm.features.speculation.drafts import Drafts
 from nanovllm.features.windows import Windows
 from nanovllm.utils.helpers import cdiv
-from nanovllm.worker.cache_plan import CacheUnits
+from nanovllm.worker.cache_plan import CachePlan, CacheUnits
 from nanovllm.worker.worker import Worker
 
 FREE = [0.0] + [1.0] * 300  # costs of steps with which all drafts pay
@@ -57,8 +57,10 @@ class Simulation:
             spec=SimpleNamespace(window=window),
             block_size=block_size,
             block_table_width=cdiv(max_model_len, block_size),
-            num_window_blocks=units.count_window_blocks(num_lanes, budget),
-            num_lanes=num_lanes,
+            plan=CachePlan(
+                num_window_blocks=units.count_window_blocks(num_lanes, budget),
+                num_lanes=num_lanes,
+            ),
             config=SimpleNamespace(enable_prefix_caching=enable_prefix_caching),
         )
         blocks = BlockManager(num_blocks, block_size, enable_prefix_caching)

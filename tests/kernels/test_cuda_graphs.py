@@ -180,7 +180,7 @@ def make_replaying(make_llm, monkeypatch):
         worker = llm.executor.worker
         if not ON_GPU:
             monkeypatch.setattr(graphs, "capture", capture_nothing)
-            sizes = list_batch_sizes(min(worker.num_lanes, worker.max_num_batched_tokens))
+            sizes = list_batch_sizes(min(worker.plan.num_lanes, worker.max_num_batched_tokens))
             batch = make_dummy_batch(worker, [1])
             with torch.inference_mode():
                 step = make_step(worker)
