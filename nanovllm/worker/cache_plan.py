@@ -48,12 +48,8 @@ class CacheUnits:
     window_block_bytes: int = 0  # of a block, in all layers of the second pool. 0: no second pool
     state_bytes: int = 0  # of a state slot, in all layers
     block_size: int
-    max_model_len: int
+    blocks_per_lane: int  # of a sequence of max_model_len tokens
     window: int = 0  # tokens that a query attends to in layers of the second pool
-
-    @property
-    def max_blocks_per_lane(self) -> int:
-        return cdiv(self.max_model_len, self.block_size)
 
     def count_window_blocks(self, num_lanes: int, num_step_tokens: int) -> int:
         """Count the blocks with which the second pool never runs out.
@@ -66,7 +62,7 @@ class CacheUnits:
             return 0
         per_lane = cdiv(self.window - 1, self.block_size) + 2
         num_blocks = num_lanes * per_lane + num_step_tokens // self.block_size
-        return min(num_blocks, num_lanes * self.max_blocks_per_lane)
+        return min(num_blocks, num_lanes * self.blocks_per_lane)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +161,7 @@ def count_lanes(config: Config, num_bytes: int, num_step_tokens: int, units: Cac
 
 def count_blocks(config: Config, num_bytes: int, num_lanes: int, units: CacheUnits) -> int:
     """The number of blocks that fit into `num_bytes`, but by default no more than lanes can use."""
-    most = num_lanes * units.max_blocks_per_lane
+    most = num_lanes * units.blocks_per_lane
     if units.block_bytes == 0:  # all layers have windows, so these blocks are only numbers
         return most
     num_blocks = num_bytes // units.block_bytes

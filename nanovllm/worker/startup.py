@@ -137,7 +137,7 @@ def measure_units(worker: Worker) -> CacheUnits:
         window_block_bytes=window_block_bytes,
         state_bytes=count_bytes(num_state_slots=1),
         block_size=worker.block_size,
-        max_model_len=worker.max_model_len,
+        blocks_per_lane=worker.block_table_width,
         window=window,
     )
 

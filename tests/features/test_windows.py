@@ -50,7 +50,7 @@ class Simulation:
             block_bytes=1,
             window_block_bytes=1,
             block_size=block_size,
-            max_model_len=max_model_len,
+            blocks_per_lane=cdiv(max_model_len, block_size),
             window=window,
         )
         worker = SimpleNamespace(

@@ -11,6 +11,7 @@ from nanovllm.config import MAX_DRAFT_STEP, Config
 from nanovllm.engine.warm_up import sample_each_kind
 from nanovllm.layers import attention
 from nanovllm.layers.tensor_parallel import TensorParallel
+from nanovllm.utils.helpers import cdiv
 from nanovllm.worker import cache_plan, memory
 from nanovllm.worker import worker as worker_module
 from nanovllm.worker.cache_plan import Budget, CacheUnits, find_budget, plan_cache
@@ -91,7 +92,8 @@ class FakeGPU:
 def count_tokens_on_gpu(free, utilization, max_model_len):
     """Count the tokens that fit into a KV cache where a token takes 1000 bytes."""
     config = Config("", gpu_memory_utilization=utilization)
-    units = CacheUnits(block_bytes=10_000, block_size=10, max_model_len=max_model_len)
+    blocks_per_lane = cdiv(max_model_len, 10)
+    units = CacheUnits(block_bytes=10_000, block_size=10, blocks_per_lane=blocks_per_lane)
     plan = plan_cache(config, find_budget(config, FakeGPU(free)), units)
     assert f"{plan.num_blocks} blocks of 10 = {plan.num_tokens} tokens" in plan.description
     assert plan.num_tokens == plan.num_blocks * 10
@@ -147,7 +149,7 @@ def test_the_profile_run_ends_with_the_costliest_sampling(make_llm):
 
 def plan_with_states(num_bytes, state_bytes, **options):
     """Plan a cache in which a block of 10 tokens takes 1000 bytes."""
-    sizes = dict(block_bytes=1000, state_bytes=state_bytes, block_size=10, max_model_len=1000)
+    sizes = dict(block_bytes=1000, state_bytes=state_bytes, block_size=10, blocks_per_lane=100)
     return plan_cache(Config("", **options), Budget(num_bytes, "tests"), CacheUnits(**sizes))
 
 
@@ -183,7 +185,9 @@ def test_states_of_lanes_without_a_block_are_not_allocated():
 def test_a_laptop_serves_16_sequences_with_states(monkeypatch):
     """With 12 of 16 GB free, and the states and K/V of Qwen3.5-0.8B."""
     monkeypatch.setattr(cache_plan, "find_available_memory", lambda: 12_000_000_000)
-    sizes = dict(block_bytes=16 * 12_288, state_bytes=20_201_472, block_size=16, max_model_len=4096)
+    sizes = dict(
+        block_bytes=16 * 12_288, state_bytes=20_201_472, block_size=16, blocks_per_lane=256
+    )
     config = Config("")
     plan = plan_cache(config, find_budget(config, None), CacheUnits(**sizes))
     assert plan.num_lanes >= 16
@@ -219,7 +223,7 @@ def plan_with_windows(num_bytes, block_bytes=1000, **options):
         block_bytes=block_bytes,
         window_block_bytes=1000,
         block_size=10,
-        max_model_len=1000,
+        blocks_per_lane=100,
         window=30,
     )
     return plan_cache(Config("", **options), Budget(num_bytes, "tests"), units)
@@ -259,7 +263,7 @@ def test_gemma_4b_serves_several_sequences_on_a_laptop(monkeypatch):
         block_bytes=16 * 20_480,
         window_block_bytes=16 * 118_784,
         block_size=16,
-        max_model_len=4096,
+        blocks_per_lane=256,
         window=1024,
     )
     config = Config("")
