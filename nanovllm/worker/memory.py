@@ -15,7 +15,6 @@ class MemoryMeter:
         torch.cuda.empty_cache()  # memory of earlier engines of this process
         torch.cuda.reset_peak_memory_stats(device)
         self.device = device
-        self.reserved_before = torch.cuda.memory_reserved(device)
         self.free_before, self.total = torch.cuda.mem_get_info(device)
 
     def peak(self) -> int:
@@ -24,10 +23,9 @@ class MemoryMeter:
         Counts reserved memory, because the pool of a CUDA graph keeps what was freed in it.
         """
         free, _ = torch.cuda.mem_get_info(self.device)
-        reserved = torch.cuda.memory_reserved(self.device) - self.reserved_before
-        driver_bytes = self.free_before - free - reserved
-        peak_reserved = torch.cuda.max_memory_reserved(self.device) - self.reserved_before
-        return peak_reserved + max(0, driver_bytes)
+        peak_reserved = torch.cuda.max_memory_reserved(self.device)
+        released = peak_reserved - torch.cuda.memory_reserved(self.device)  # after the peak
+        return self.free_before - free + released
 
 
 def find_available_memory() -> int:

@@ -85,20 +85,18 @@ def run_rank(
         store = dist.TCPStore("127.0.0.1", port)
         serve(Place(rank, rank, store))
     except BaseException as error:
-        kind: type[Exception] = RuntimeError
-        details = f"\n{traceback.format_exc()}"
+        reason = f"{current_process().name} has failed: "
         if isinstance(error, ValueError):  # of an option or a checkpoint
-            kind = ValueError
-            details = str(error)
-        reason = f"{current_process().name} has failed: {details}"
-        pipe.send(Failure(time.monotonic(), reason, kind))
+            pipe.send(Failure(time.monotonic(), f"{reason}{error}", ValueError))
+        else:
+            pipe.send(Failure(time.monotonic(), f"{reason}\n{traceback.format_exc()}"))
 
 
 def find_failure(processes: dict[Connection, BaseProcess]) -> Failure:
     """Return why ranks are lost, after a pipe has news.
 
-    A death comes before an error, after which the process stays alive. Of several errors the first
-    one is the cause, because its rank closes connections, and others fail for that reason.
+    A death is reported before an error, because it causes errors. Of several errors the first one
+    is the cause, because its rank closes connections, and others fail for that reason.
     """
     failures: list[Failure] = []
     for pipe, process in list(processes.items()):

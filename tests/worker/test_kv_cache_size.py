@@ -27,6 +27,7 @@ def test_given_bytes_are_divided_into_blocks(make_llm):
     for num_kvcache_blocks, expected in ((None, 10), (7, 7)):
         llm = make_llm(num_kvcache_blocks=num_kvcache_blocks, kvcache_memory_bytes=budget)
         assert llm.stats["num_blocks"] == expected
+        assert llm.executor.worker.plan.num_lanes == expected
 
 
 def test_a_backend_determines_the_bytes_of_a_block(make_llm, monkeypatch):
