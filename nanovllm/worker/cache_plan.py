@@ -116,7 +116,8 @@ def plan_cache(config: Config, budget: Budget, units: CacheUnits) -> CachePlan:
     if num_lanes == 0 or num_blocks < 1:
         raise ValueError(
             f"no room for one sequence in {total}: a block takes {show_bytes(units.block_bytes)},"
-            f" states and windows take {show_bytes(lane_bytes)}, at most half; {ENLARGE_ADVICE}"
+            f" and its states or windows, which may use half, take {show_bytes(lane_bytes)}:"
+            f" {ENLARGE_ADVICE}"
         )
     description = f"KV cache: of {total}, "
     if lane_bytes > 0:
@@ -124,6 +125,8 @@ def plan_cache(config: Config, budget: Budget, units: CacheUnits) -> CachePlan:
     shown = show_bytes(num_blocks * units.block_bytes)
     num_tokens = num_blocks * units.block_size
     description += f"{shown} for {num_blocks} blocks of {units.block_size} = {num_tokens} tokens"
+    if num_blocks == num_lanes * units.blocks_per_lane:
+        description += f", all that {num_lanes} sequences can use"
     num_lanes = min(num_lanes, num_blocks)  # a running sequence holds at least one block
     return CachePlan(
         num_blocks=num_blocks,

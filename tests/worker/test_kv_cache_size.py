@@ -199,7 +199,7 @@ def test_a_laptop_serves_16_sequences_with_states(monkeypatch):
 
 @pytest.mark.parametrize("state_bytes", [2000, 6000])
 def test_no_memory_for_one_state_is_an_error(state_bytes):
-    problem = f"states and windows take {4 * state_bytes} B, at most half"
+    problem = f"which may use half, take {4 * state_bytes} B"
     with pytest.raises(ValueError, match=problem):
         plan_with_states(10_000, state_bytes)
 
@@ -250,10 +250,11 @@ def test_windows_have_all_of_the_memory_if_all_layers_have_one():
     assert (plan.num_lanes, plan.num_window_blocks) == (17, 17 * 5 + 12)
     assert plan.num_blocks == 17 * 100
     assert "97000 B for states and windows of 17 lanes" in plan.description
+    assert "1700 blocks of 10 = 17000 tokens, all that 17 sequences can use" in plan.description
 
 
 def test_too_little_memory_for_a_window_is_an_error():
-    with pytest.raises(ValueError, match="states and windows take 6000 B"):
+    with pytest.raises(ValueError, match="which may use half, take 6000 B"):
         plan_with_windows(10_000)
 
 
