@@ -27,7 +27,7 @@ from nanovllm.benchmark.report import Figures, Table, describe, plot_decode, rep
 from nanovllm.benchmark.roofline import PeakRates
 from nanovllm.benchmark.setting import Setting, make_settings
 from nanovllm.benchmark.workloads import DEPTHS, Request, choose_workload, make_requests
-from nanovllm.utils.terminal import run_program
+from nanovllm.utils.helpers import run_program
 
 
 def time_run(name: str, engine: Engine, requests: list[Request]) -> float:

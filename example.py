@@ -4,7 +4,7 @@ from argparse import ArgumentParser
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm.trace import save_page, tour
-from nanovllm.utils.terminal import run_program
+from nanovllm.utils.helpers import run_program
 
 QUESTIONS = [
     "introduce yourself",

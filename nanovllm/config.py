@@ -24,8 +24,6 @@ from nanovllm.utils.checks import (
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZATIONS = ("int8", "int4")
 MAX_SIZE = 2**31 - 1  # limit of all counts, because larger numbers overflow int32
-MAX_LAYERS = 1000  # far above real models
-MAX_HEAD_DIM = 2**16  # far above real models, and small enough for RoPE's tables
 MAX_DRAFT_STEP = 256  # tokens of a step with drafts
 Options = ParamSpec("Options")
 check_size = partial(check_int, minimum=1, maximum=MAX_SIZE)
@@ -60,10 +58,11 @@ class Config(Checked):
             gpu_memory_utilization leaves. On a CPU, a quarter of the available memory, divided by
             the ranks. This default is limited to what max_num_seqs sequences of max_model_len use.
         enable_prefix_caching: Reuse full blocks of identical prefixes.
-        enable_chunked_prefill: True: decodes and chunks of prompts share a step. False: prefill
-            first, where a step has whole prompts or decodes, as in the vLLM V0 engine.
-        policy: "mixed", "prefill_first", or another name in POLICIES of engine/scheduler.py.
-            "auto": the one that enable_chunked_prefill selects.
+        enable_chunked_prefill: vLLM's name for two of the policies. True: "mixed". False:
+            "prefill_first". It has no other effect.
+        policy: "mixed": decodes and chunks of prompts share a step. "prefill_first": a step has
+            whole prompts or decodes, as in the vLLM V0 engine. engine/scheduler.py lists the names
+            in POLICIES. "auto": the one that enable_chunked_prefill names.
         enforce_eager: Disable CUDA graphs.
         enable_kernels: False: run only the plain torch code of layers/ and models/, for reading and
             debugging. Attention is then "torch".
@@ -115,7 +114,10 @@ class Config(Checked):
                 f"attention_backend={self.attention_backend!r} needs enable_kernels=True:"
                 " set it, or use attention_backend='torch'"
             )
-        if not self.enable_chunked_prefill and self.policy not in ("auto", "prefill_first"):
+        if self.policy == "auto":
+            policy = "mixed" if self.enable_chunked_prefill else "prefill_first"
+            object.__setattr__(self, "policy", policy)
+        elif not self.enable_chunked_prefill and self.policy != "prefill_first":
             raise ValueError(
                 f"policy={self.policy!r} needs enable_chunked_prefill=True: leave out one of them"
             )
@@ -125,13 +127,6 @@ class Config(Checked):
         """The options that are set and need a feature of the engine."""
         names = ("num_speculative_tokens", "trace")
         return [name for name in names if getattr(self, name)]
-
-    @property
-    def policy_name(self) -> str:
-        """The policy, chosen by name or by enable_chunked_prefill."""
-        if self.policy != "auto":
-            return self.policy
-        return "mixed" if self.enable_chunked_prefill else "prefill_first"
 
 
 def takes(

@@ -41,7 +41,7 @@ from nanovllm.engine.step import Step
 from nanovllm.features.windows import Windows
 from nanovllm.layers import sampler
 from nanovllm.layers.attention import AttentionShape
-from nanovllm.utils.arithmetic import cdiv
+from nanovllm.utils.helpers import cdiv
 
 Kind = TypeVar("Kind", bound=Feature)
 VOCAB_SIZE = 97

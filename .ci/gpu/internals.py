@@ -88,12 +88,12 @@ def time_attention(
 @contextmanager
 def one_rank_with_collectives() -> Iterator[None]:
     """Let engines have one rank that makes all collective calls, as each of several ranks does."""
-    load = executor.load_worker
+    worker_class = executor.Worker
 
-    def load_worker(*args):
-        return load(*args, Place(0, 0, dist.HashStore()))
+    def make_worker(*args):
+        return worker_class(*args, Place(0, 0, dist.HashStore()))
 
-    with patch.object(executor, "load_worker", load_worker):
+    with patch.object(executor, "Worker", make_worker):
         yield
 
 

@@ -11,7 +11,7 @@ from nanovllm.benchmark.setting import TOKEN_BUDGETS
 from nanovllm.benchmark.shapes import SHAPES
 from nanovllm.benchmark.workloads import DEPTH, WORKLOADS
 from nanovllm.config import DTYPES, QUANTIZATIONS
-from nanovllm.utils.checks import parse_value
+from nanovllm.utils.helpers import parse_value
 
 
 def number(kind: type, low: float, high: float = 10**6) -> Callable[[str], Any]:

@@ -50,7 +50,7 @@ class NanoVLLM(Engine):
         # The parts that its speed depends on.
         worker = self.llm.executor.worker
         self.description = (
-            f"attention backend {worker.backend.NAME}, {worker.num_blocks} KV cache blocks"
+            f"attention backend {worker.backend.NAME}, {worker.plan.num_blocks} KV cache blocks"
         )
 
     def run(self, requests: list[Request]) -> list[list[int]]:

@@ -153,7 +153,7 @@ def check_lengths(config: Config, longest_prompt: int, longest: int) -> None:
             f"--set max_model_len={config.max_model_len}: the longest request has {longest}"
             " tokens, raise it"
         )
-    policy = POLICIES[config.policy_name]
+    policy = POLICIES[config.policy]
     if not policy.splits_prompts and config.max_num_batched_tokens < longest_prompt:
         raise ValueError(
             f"the longest prompt has {longest_prompt} tokens, and {policy.title} does not split it:"

@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrained
 from nanovllm.checkpoints.tensor_files import open_weights
 from nanovllm.config import MAX_SIZE, Config
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.checks import check_ints, naming, read_json
+from nanovllm.utils.checks import check_ints, naming
+from nanovllm.utils.helpers import read_json
 
 # Options of from_pretrained: run no code of the checkpoint, use no network.
 LOCAL: dict[str, bool] = {"trust_remote_code": False, "local_files_only": True}

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from nanovllm.checkpoints.tensor_files import FLOATS, StackedMatrix, TensorFiles
 from nanovllm.layers.quantized import QuantizedWeight, Scheme, unpack
-from nanovllm.utils.arithmetic import cdiv
+from nanovllm.utils.helpers import cdiv
 
 FP8_BLOCK = 128
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # output i has this place in an int32, low bits first

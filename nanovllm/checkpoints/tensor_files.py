@@ -20,7 +20,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from nanovllm.utils.checks import naming, read_json
+from nanovllm.utils.checks import naming
+from nanovllm.utils.helpers import read_json
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 INDEX = "model.safetensors.index.json"

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 import xxhash
 
 from nanovllm.engine.sequence import Sequence
-from nanovllm.utils.arithmetic import cdiv
+from nanovllm.utils.helpers import cdiv
 
 
 @dataclass(eq=False, slots=True)

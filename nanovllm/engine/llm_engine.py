@@ -40,7 +40,7 @@ from nanovllm.outputs import Logprobs, RequestOutput, Stats
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompt_encoder import PromptEncoder
 from nanovllm.utils.checks import check_choice, check_int
-from nanovllm.utils.terminal import report
+from nanovllm.utils.helpers import report
 from nanovllm.worker.device import engine_settings
 
 Engine = TypeVar("Engine", bound="LLMEngine")
@@ -56,8 +56,8 @@ class LLMEngine:
 
     def __init__(self, config: Config, features: Collection[Feature] = ()) -> None:
         self.config = config
-        check_choice("policy", config.policy, ("auto", *POLICIES))
-        policy = POLICIES[config.policy_name]
+        check_choice("policy", config.policy, tuple(POLICIES))
+        policy = POLICIES[config.policy]
         checkpoint = Checkpoint.open(config)
         spec = read_spec(
             checkpoint.hf_config,
@@ -77,8 +77,8 @@ class LLMEngine:
         self.vocab_size = spec.vocab_size
         self.max_model_len = worker.max_model_len
         self.scheduler = policy(
-            BlockManager(worker.num_blocks, worker.block_size, config.enable_prefix_caching),
-            worker.num_lanes,
+            BlockManager(worker.plan.num_blocks, worker.block_size, config.enable_prefix_caching),
+            worker.plan.num_lanes,
             worker.max_num_batched_tokens,
         )
         max_step_len = None if policy.splits_prompts else worker.max_num_batched_tokens

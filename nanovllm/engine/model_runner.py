@@ -23,8 +23,8 @@ from nanovllm.layers.penalties import apply_penalties
 from nanovllm.layers.sampler import Sampler, make_sampling_batch
 from nanovllm.models.spec import ModelSpec
 from nanovllm.outputs import Logprobs
-from nanovllm.utils.arithmetic import cdiv
-from nanovllm.utils.packing import to_device
+from nanovllm.packing import to_device
+from nanovllm.utils.helpers import cdiv
 from nanovllm.worker.device import engine_settings
 from nanovllm.worker.executor import Executor, MultiRankExecutor
 from nanovllm.worker.startup import start_worker
@@ -77,7 +77,7 @@ class ModelRunner:
             sample = partial(sample_each_kind, self.sample_and_read, worker)
             self.executor.call(start_worker, worker, sample)
         # The block tables of all lanes, so that a decode need not copy its whole table.
-        self.block_tables = np.zeros((worker.num_lanes, worker.block_table_width), np.int32)
+        self.block_tables = np.zeros((worker.plan.num_lanes, worker.block_table_width), np.int32)
 
     def forward(self, step: Step) -> Tensor:
         """Launch the tokens of a step. Return logits [num_logits of all, vocab_size]."""

@@ -28,7 +28,7 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
 from nanovllm.layers.logprobs import find_logprobs, read_logprobs
 from nanovllm.outputs import PromptLogprobs
-from nanovllm.utils.packing import to_device
+from nanovllm.packing import to_device
 
 
 class PromptRow(NamedTuple):

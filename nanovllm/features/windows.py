@@ -40,7 +40,7 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
 from nanovllm.layers.attention import find_first_visible
 from nanovllm.outputs import FinishReason
-from nanovllm.utils.arithmetic import cdiv
+from nanovllm.utils.helpers import cdiv
 
 
 class WindowPool(BlockManager):
@@ -83,16 +83,16 @@ class Windows(Feature):
 
     def start(self, engine: LLMEngine) -> bool:
         worker = engine.executor.worker
-        if worker.num_window_blocks == 0:
+        if worker.plan.num_window_blocks == 0:
             return False  # no context is longer than the window, so there is one pool
         assert worker.spec.window is not None
         self.window = worker.spec.window  # tokens, the largest window of a layer
         self.block_size = worker.block_size
         self.pool = WindowPool(
-            worker.num_window_blocks, self.block_size, worker.config.enable_prefix_caching
+            worker.plan.num_window_blocks, self.block_size, worker.config.enable_prefix_caching
         )
         # The window tables of all lanes. An entry without a block is 0.
-        self.tables = np.zeros((worker.num_lanes, worker.block_table_width), np.int32)
+        self.tables = np.zeros((worker.plan.num_lanes, worker.block_table_width), np.int32)
         return super().start(engine)
 
     def reset(self) -> None:

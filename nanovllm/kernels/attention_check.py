@@ -17,7 +17,7 @@ import torch
 from nanovllm.batch import make_batch
 from nanovllm.layers import attention as reference
 from nanovllm.layers.attention import AttentionShape, Backend
-from nanovllm.utils.arithmetic import cdiv
+from nanovllm.utils.helpers import cdiv
 
 
 class BatchShape(NamedTuple):

@@ -20,7 +20,7 @@ from nanovllm.backends import BACKENDS
 from nanovllm.kernels.attention_check import BatchShape, compare_with_torch
 from nanovllm.kernels.select import select_backend
 from nanovllm.layers.attention import AttentionShape
-from nanovllm.utils.terminal import run_program
+from nanovllm.utils.helpers import run_program
 
 LAYERS = {
     "Qwen3-0.6B": AttentionShape(16, 8, 128, 128**-0.5),

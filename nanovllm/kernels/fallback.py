@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import cache
 
-from nanovllm.utils.terminal import report
+from nanovllm.utils.helpers import report
 
 # For messages that would be the same for every step, or for every engine of this process.
 report_once = cache(report)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from nanovllm.kernels.fallback import find_failure
-from nanovllm.utils.terminal import report
+from nanovllm.utils.helpers import report
 
 
 class Call(NamedTuple):

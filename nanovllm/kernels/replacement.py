@@ -16,7 +16,7 @@ from torch import nn
 from nanovllm.kernels.layer_check import Call, passes_check, record_calls
 from nanovllm.kernels.optimized_layer import OptimizedLayer, install, uninstall
 from nanovllm.layers.quantized import QuantizedWeight
-from nanovllm.utils.terminal import report
+from nanovllm.utils.helpers import report
 
 
 def speed_up_loading(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.batch import Batch
-from nanovllm.utils.arithmetic import cdiv
+from nanovllm.utils.helpers import cdiv
 
 Backend = ModuleType
 NAME = "torch"  # in backends.py, and as the option attention_backend

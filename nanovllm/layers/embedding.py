@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from nanovllm.layers.linear import Target
 from nanovllm.layers.quantized import multiply
 from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
-from nanovllm.utils.arithmetic import cdiv
+from nanovllm.utils.helpers import cdiv
 
 
 class Embedding(nn.Module):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.layers.sampler import Row
-from nanovllm.utils.packing import to_device
+from nanovllm.packing import to_device
 
 
 def apply_penalties(logits: Tensor, seqs: Sequence[Row]) -> Tensor:

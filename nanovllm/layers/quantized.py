@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanovllm.utils.arithmetic import cdiv
+from nanovllm.utils.helpers import cdiv
 
 _CHUNK = 1 << 18  # weights that are quantized at once, which bounds temporary float32 copies
 

@@ -15,7 +15,7 @@ import torch
 from transformers import PretrainedConfig
 
 from nanovllm.checkpoints.quantization import read_quantization
-from nanovllm.config import DTYPES, MAX_LAYERS, MAX_SIZE
+from nanovllm.config import DTYPES, MAX_SIZE
 from nanovllm.models.attention_fields import (
     Fields,
     compute_by_layer_type,
@@ -44,6 +44,8 @@ from nanovllm.utils.checks import (
     naming,
     show,
 )
+
+MAX_LAYERS = 1000  # far above real models
 
 
 def read_spec(

@@ -12,7 +12,7 @@ import torch
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from nanovllm.config import MAX_HEAD_DIM, MAX_SIZE
+from nanovllm.config import MAX_SIZE
 from nanovllm.layers.rotary import RopeSpec
 from nanovllm.utils.checks import (
     check_choice,
@@ -25,6 +25,7 @@ from nanovllm.utils.checks import (
 
 ATTENTION_TYPES = ("full_attention", "sliding_attention")  # of layer_types
 Fields = Mapping[str, Any]  # of a spec, by their names
+MAX_HEAD_DIM = 2**16  # far above real models, and small enough for RoPE's tables
 _ROPE_TYPES = ("default", "dynamic", "linear", "yarn", "llama3")
 
 

@@ -10,7 +10,6 @@ of the embedding. If both are stored, they are compared.
 from collections import defaultdict
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor, nn
 
@@ -21,7 +20,6 @@ from nanovllm.layers.linear import Target
 from nanovllm.layers.tensor_parallel import TensorParallel
 from nanovllm.models.quantized_layers import quantize_layers
 from nanovllm.models.spec import CausalLM, ModelSpec
-from nanovllm.utils.checks import naming
 
 _HEAD = "lm_head.weight"
 _SKIPPED_PARTS = ("model.visual.", "model.vision_tower.", "model.multi_modal_projector.", "mtp.")
@@ -31,50 +29,29 @@ _NUM_DUMMIES = (1 << 22) - 3
 _ROPE_BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 
 
-def allocate_model(
-    spec: ModelSpec,
-    backend: Backend,
-    device: torch.device,
-    files: TensorFiles | None,
-    tp: TensorParallel,
+def make_model(
+    spec: ModelSpec, backend: Backend, files: TensorFiles | None, tp: TensorParallel
 ) -> CausalLM:
-    """Make a model whose parameters are allocated on `device`, but not filled.
+    """Make a model whose parameters take no memory yet, because they are on `meta`.
 
     Its layers are quantized before they are allocated, because the float weights of all layers may
-    not fit into memory. Raises ValueError, and allocates nothing, if the weights of one rank exceed
-    all memory of the device.
+    not fit into memory.
     """
-    values = {
-        name: getattr(spec, field)
-        for field, name in spec.config_names.items()
-        if field.endswith("_size") or field == "num_layers"
-    }
-    sizes = f"config.json has {', '.join(f'{name}={value}' for name, value in values.items())}"
-    # torch raises RuntimeError where a tensor's size overflows.
-    with torch.device("meta"), naming(sizes, RuntimeError):
+    with torch.device("meta"):
         model = spec.make_model(backend, tp)
     quantize_layers(model, spec.quantization, files, tp)
-    _check_size(model, sizes, device)
+    return model
+
+
+def allocate(model: nn.Module, device: torch.device) -> None:
+    """Allocate the parameters on `device`, but do not fill them."""
 
     # Module.to_empty would also drop the tensors that have values, such as RoPE's frequencies.
     # For meta tensors, torch.empty_like would import sympy, which takes half a second.
-    def allocate(x: Tensor) -> Tensor:
+    def allocate_tensor(x: Tensor) -> Tensor:
         return torch.empty(x.shape, dtype=x.dtype, device=device) if x.is_meta else x.to(device)
 
-    return model._apply(allocate)
-
-
-def _check_size(model: nn.Module, sizes: str, device: torch.device) -> None:
-    memory = psutil.virtual_memory().total + psutil.swap_memory().total
-    if device.type == "cuda":
-        memory = torch.cuda.get_device_properties(device).total_memory
-    num_bytes = count_bytes(model)
-    if num_bytes > memory:
-        raise ValueError(
-            f"{sizes}: a rank's weights need {num_bytes / 1e9:.0f} GB,"
-            f" but {device} has {memory / 1e9:.0f} GB:"
-            " use quantization, or raise tensor_parallel_size"
-        )
+    model._apply(allocate_tensor)
 
 
 def count_bytes(model: nn.Module) -> int:

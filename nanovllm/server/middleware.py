@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanovllm.server.errors import ApiError, JsonObject
 from nanovllm.server.metrics import Metrics
-from nanovllm.utils.terminal import report
+from nanovllm.utils.helpers import report
 
 QUIET = ("/health", "/metrics", "/ping")  # polled every few seconds, so neither logged nor counted
 

@@ -120,7 +120,7 @@ class Playground(EngineThread):
     def __init__(self, model: str, options: dict[str, Any]) -> None:
         self.model = model
         # One option chooses the policy, because the page can change it.
-        policy = Config.from_options(model, **options).policy_name
+        policy = Config.from_options(model, **options).policy
         chosen = {"policy": policy, "enable_chunked_prefill": True}
         self.options = {**DEFAULTS, **options, **chosen}
         # Number of the engine. A change also tells a page that the server was restarted.

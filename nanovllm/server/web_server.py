@@ -22,8 +22,8 @@ from nanovllm.server.engine_thread import EngineThread
 from nanovllm.server.middleware import is_loopback
 from nanovllm.server.openai_api import Api
 from nanovllm.server.playground import Playground
-from nanovllm.utils.checks import check_int, naming, parse_value
-from nanovllm.utils.terminal import report
+from nanovllm.utils.checks import check_int, naming
+from nanovllm.utils.helpers import parse_value, report
 
 SHUTDOWN = "the server is shutting down"
 GRACE = 5  # seconds for clients that do not read

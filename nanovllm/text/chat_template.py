@@ -12,15 +12,8 @@ from functools import partial
 from inspect import signature
 from typing import Any
 
-from nanovllm.utils.checks import (
-    ForeignError,
-    call_foreign,
-    check_bool,
-    check_choice,
-    check_type,
-    invalid,
-    show,
-)
+from nanovllm.utils.checks import check_bool, check_choice, check_type, invalid, show
+from nanovllm.utils.helpers import ForeignError, call_foreign
 
 JsonObject = dict[str, Any]
 # {"role": one of ROLES, "content": text}, where the text is a str or a list of parts

@@ -6,7 +6,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from nanovllm.utils.checks import call_foreign, check_int, check_type, naming
+from nanovllm.utils.checks import check_int, check_type, naming
+from nanovllm.utils.helpers import call_foreign
 
 # A token stands for at most as many characters as its entry in the vocabulary has, or for four
 # times as many if the text is normalized, because Unicode composes up to four characters.

@@ -13,7 +13,7 @@ import shutil
 from pathlib import Path
 
 from nanovllm.trace import draw, read, render, save_page
-from nanovllm.utils.terminal import run_program
+from nanovllm.utils.helpers import run_program
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -32,7 +32,7 @@ from nanovllm.layers.penalties import apply_penalties
 from nanovllm.text.vocabulary import Vocabulary
 from nanovllm.trace.step import Facts, TracedStep
 from nanovllm.trace.timeline import Timeline
-from nanovllm.utils.arithmetic import cdiv
+from nanovllm.utils.helpers import cdiv
 
 _NUM_WAITING = 10  # requests of the queue that a step records
 _NUM_FREE = 40  # free blocks that a step records

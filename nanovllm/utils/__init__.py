@@ -1,7 +1,5 @@
-"""Helpers of all rooms. Only packing.py knows what a batch is.
+"""Helpers of all rooms, without knowledge of the engine.
 
-checks.py      validates values, and names what is invalid
-arithmetic.py  integer arithmetic
-terminal.py    reports on stderr
-packing.py     how batches and arrays travel: packed, copied to a device
+checks.py   validates values, and names what is invalid
+helpers.py  division, reports on stderr, reading of JSON and of command lines
 """

@@ -5,8 +5,6 @@ to Python numbers, because NumPy integers overflow. isinstance is called with in
 because it is slow for abstract base classes.
 """
 
-import ast
-import json
 import math
 import reprlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -14,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import partial
 from numbers import Integral, Real
-from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 T = TypeVar("T")
@@ -143,9 +140,9 @@ check_bool = partial(check_type, types=bool, meaning="True or False")
 check_str = partial(check_type, types=str, meaning="a str")
 
 
-def check_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
+def check_choice(name: str, value: object, choices: tuple[object, ...]) -> Any:
     """Require one of `choices`."""
-    if not isinstance(value, str) or value not in choices:
+    if value not in choices:
         raise invalid(name, f"must be one of {', '.join(map(repr, choices))}, not {show(value)}")
     return value
 
@@ -153,49 +150,7 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
 def check_supported(settings: Mapping[str, object], **supported: tuple[object, ...]) -> None:
     """Require supported values. A setting can be absent if None is one of them."""
     for name, values in supported.items():
-        value = settings.get(name)
-        if value not in values:
-            raise ValueError(
-                f"{name} must be one of {', '.join(map(repr, values))}, not {show(value)}"
-            )
-
-
-def parse_value(text: str) -> object:
-    """Read a value of a command line: a Python literal, or else the text itself."""
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read the object in a JSON file. Raises ValueError, naming the file, if there is none."""
-    with naming(path, OSError, ValueError, RecursionError):
-        content = json.loads(path.read_bytes())
-        if not isinstance(content, dict):
-            raise ValueError(f"expected a JSON object, found {type(content).__name__}")
-    return content
-
-
-class ForeignError(ValueError):
-    """Code of a tokenizer or a checkpoint has failed."""
-
-
-def call_foreign(source: object, call: Callable[[], T]) -> T:
-    """Run code of a tokenizer or a checkpoint, and turn its exceptions into ForeignErrors.
-
-    Such code can raise anything, and it runs long enough for a signal handler to raise in the
-    middle. The call is therefore repeated: an error of the tokenizer comes again. The exception of
-    a handler does not, and is raised as it is.
-    """
-    try:
-        return call()
-    except Exception as error:
-        try:
-            call()
-        except type(error):
-            raise ForeignError(f"{source}: {error}") from error
-        raise
+        check_choice(name, settings.get(name), values)
 
 
 @contextmanager

@@ -1,13 +1,14 @@
 """Runs: the model and the KV cache of each rank. It receives batches, and no sequences.
 
-worker.py          one rank that runs: turns batches into logits
-startup.py         makes a worker: loads weights, optimizes layers, sizes and allocates the caches
+worker.py          one rank: loads the model, and turns batches into logits
+startup.py         prepares a worker: optimizes layers, sizes and allocates the KV cache
 cache_plan.py      how many blocks and lanes fit into memory
 memory.py          measures the memory of a GPU or of a machine
 dummy_steps.py     steps before the first request: self-tests, profile run, warm-up runs
 state_slots.py     where recurrent states are kept
 executor.py        drives the workers of all ranks
-rank_process.py    the processes of ranks 1 and up, started by rank 0 or by torchrun
+rank_process.py    the processes of ranks 1 and up, started by rank 0
+torchrun.py        joins the ranks that torchrun has started
 process_groups.py  where ranks meet
 device.py          the device of a rank, and the torch settings with which an engine computes
 

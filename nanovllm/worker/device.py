@@ -27,10 +27,10 @@ def find_device(name: str, local_rank: int | None = None) -> torch.device:
         # Under Slurm, a rank may see only its own GPU.
         index = index + local_rank if num_gpus > 1 else 0
     if index >= num_gpus:
-        advice = "torch finds no GPU here, so use device='cpu'"
-        if num_gpus > 0:
-            advice = f"the last GPU of this machine is 'cuda:{num_gpus - 1}'"
-        raise ValueError(f"device='cuda:{index}' is missing: {advice}")
+        raise ValueError(
+            f"device='cuda:{index}' is missing: torch finds {num_gpus} GPUs here,"
+            " use another one or device='cpu'"
+        )
     if number == "" and local_rank is None:
         index = torch.cuda.current_device()
     return torch.device("cuda", index)

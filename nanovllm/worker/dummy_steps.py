@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from nanovllm.batch import Batch, make_batch
-from nanovllm.utils.arithmetic import cdiv
-from nanovllm.utils.packing import copy_to
+from nanovllm.packing import copy_to
+from nanovllm.utils.helpers import cdiv
 from nanovllm.worker.state_slots import ZEROS
 from nanovllm.worker.worker import Worker
 
@@ -31,6 +31,7 @@ def make_dummy_batch(worker: Worker, query_lens: list[int], num_computed_tokens:
     block_tables = torch.zeros(len(query_lens), width, dtype=torch.int32, device="cpu")
     context_lens = [num_computed_tokens + query_len for query_len in query_lens]
     batch = make_batch(query_lens, context_lens, block_tables, worker.block_size)
+    has_windows = worker.plan.num_window_blocks > 0
     return replace(
         batch,
         # Captured steps have 0, so a replay that does not read its input is noticed.
@@ -38,8 +39,8 @@ def make_dummy_batch(worker: Worker, query_lens: list[int], num_computed_tokens:
         # Never written, so a repeated step reads the same state.
         read_slots=torch.full_like(batch.read_slots, ZEROS),
         # Both pools have a block 0.
-        window_slots=batch.slot_mapping if worker.num_window_blocks else batch.window_slots,
-        window_tables=batch.block_tables if worker.num_window_blocks else batch.window_tables,
+        window_slots=batch.slot_mapping if has_windows else batch.window_slots,
+        window_tables=batch.block_tables if has_windows else batch.window_tables,
         max_seqlen_k=worker.max_model_len,
     )
 
@@ -47,7 +48,7 @@ def make_dummy_batch(worker: Worker, query_lens: list[int], num_computed_tokens:
 def find_largest_step(worker: Worker) -> list[int]:
     """The query lengths of a step that needs as much memory as any step can.
 
-    Its sequences have as many tokens as they can have in one step.
+    With at most 4 sequences of at most 5 tokens each in a step of 10, these are 5, 3, 1 and 1.
     """
     query_lens = []
     num_left = worker.config.max_num_batched_tokens
@@ -68,7 +69,7 @@ def run_test_steps(worker: Worker) -> None:
     length = min(_TEST_LEN, worker.max_model_len)  # tokens of each context
     blocks_per_seq = cdiv(length, worker.block_size)
     num_blocks = 2 * blocks_per_seq
-    caches = worker.make_caches(num_blocks, num_blocks, 2, worker.device)
+    caches = worker.make_caches(worker.device, num_blocks, num_state_slots=2)
     random = torch.Generator(worker.device).manual_seed(0)
     for cache in caches:
         cache.normal_(generator=random)

@@ -8,6 +8,9 @@ torchrun, and notices when one is lost. The engine cannot compute any more then.
 
 A rank must finish every step that it begins, because the others wait for it. Rank 0's share is
 therefore computed by a thread of its own, and Ctrl-C interrupts only the caller that waits for it.
+The caller and the thread exchange messages through SimpleQueues, which are written in C. A lock
+that is written in Python, such as that of a Future, can stay held after an interrupt, and the
+thread would wait for it forever.
 """
 
 import os
@@ -27,14 +30,10 @@ import torch.distributed as dist
 from nanovllm.config import Config
 from nanovllm.models.spec import ModelSpec
 from nanovllm.worker.process_groups import Place
-from nanovllm.worker.rank_process import (
-    EXIT_TIMEOUT,
-    Serve,
-    join_torchrun,
-    read_failure,
-    start_rank,
-)
-from nanovllm.worker.startup import load_worker, serve_rank
+from nanovllm.worker.rank_process import EXIT_TIMEOUT, Serve, find_failure, start_rank
+from nanovllm.worker.startup import serve_rank
+from nanovllm.worker.torchrun import join_torchrun
+from nanovllm.worker.worker import Worker
 
 Result = TypeVar("Result")
 # Seconds:
@@ -44,12 +43,12 @@ _STEP_TIMEOUT = 0.5  # for rank 0's thread to end its step, unless it waits for 
 
 
 class Executor:
-    """Drives a single worker, in the caller's thread. Raises ValueError as load_worker does."""
+    """Drives a single worker, in the caller's thread. Raises ValueError as Worker does."""
 
     stop_reason: str | None = None  # why nothing can be computed any more
 
     def __init__(self, config: Config, spec: ModelSpec, directory: Path) -> None:
-        self.worker = load_worker(config, spec, directory)
+        self.worker = Worker(config, spec, directory)
 
     def call(self, function: Callable[..., Result], *args: Any) -> Result:
         """Run function(*args), which uses the worker."""
@@ -87,7 +86,7 @@ class MultiRankExecutor(Executor):
         try:
             if store is None:
                 store = self._start_ranks(size, serve)
-            self.worker = self.call(load_worker, config, spec, directory, Place(0, 0, store))
+            self.worker = self.call(Worker, config, spec, directory, Place(0, 0, store))
         except BaseException:
             self.stop("the engine has not started")
             raise
@@ -113,8 +112,6 @@ class MultiRankExecutor(Executor):
         """
         if current_thread() is self.thread:
             return function(*args)
-        # Not a Future, whose locks are written in Python. An interrupt can leave such a lock held,
-        # for which rank 0's thread would then wait forever.
         outcomes = SimpleQueue[tuple[Any, BaseException | None]]()
 
         def run() -> None:
@@ -143,18 +140,12 @@ class MultiRankExecutor(Executor):
     def raise_if_stopped(self, timeout: float = 0.0) -> None:
         """Raise RuntimeError if nothing can be computed any more, or the ValueError of a worker.
 
-        Wait up to `timeout` seconds for news of a lost rank. If several ranks are lost, a dead
-        process is reported before a rank that raised an error, whose process stays alive. Of
-        several errors the first one is reported, because its rank closes connections, and others
-        fail for that reason.
+        Wait up to `timeout` seconds for news of a lost rank.
         """
-        if self.processes and self.stop_reason is None and wait(self.processes, timeout):
-            ranks = list(self.processes.items())
-            failures = [read_failure(pipe, process) for pipe, process in ranks if pipe.poll()]
-            cause = min(failures)
-            self.stop(cause.reason)
-            if cause.is_value_error:
-                raise ValueError(cause.reason)
+        if self.stop_reason is None and wait(self.processes, timeout):
+            failure = find_failure(self.processes)
+            self.stop(failure.reason)
+            raise failure.kind(failure.reason)
         super().raise_if_stopped()
 
     def stop(self, reason: str) -> None:

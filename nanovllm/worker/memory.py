@@ -15,7 +15,6 @@ class MemoryMeter:
         torch.cuda.empty_cache()  # memory of earlier engines of this process
         torch.cuda.reset_peak_memory_stats(device)
         self.device = device
-        self.reserved_before = torch.cuda.memory_reserved(device)
         self.free_before, self.total = torch.cuda.mem_get_info(device)
 
     def peak(self) -> int:
@@ -24,34 +23,41 @@ class MemoryMeter:
         Counts reserved memory, because the pool of a CUDA graph keeps what was freed in it.
         """
         free, _ = torch.cuda.mem_get_info(self.device)
-        reserved = torch.cuda.memory_reserved(self.device) - self.reserved_before
-        driver_bytes = self.free_before - free - reserved
-        peak_reserved = torch.cuda.max_memory_reserved(self.device) - self.reserved_before
-        return peak_reserved + max(0, driver_bytes)
+        peak_reserved = torch.cuda.max_memory_reserved(self.device)
+        released = peak_reserved - torch.cuda.memory_reserved(self.device)  # after the peak
+        return self.free_before - free + released
 
 
-def find_available_memory(root: Path = Path("/")) -> int:
+def find_available_memory() -> int:
     """Bytes that this process can still allocate, by the machine's and its cgroups' limits.
 
     Only cgroups of version 2 are read. A cgroup's usage includes files in the page cache, of which
     the inactive ones can be reclaimed.
     """
     left = [psutil.virtual_memory().available]
-    own = Path()
-    membership = root / "proc/self/cgroup"
-    if membership.exists():
-        own = Path(membership.read_text().partition("0::/")[2].strip())
-    for relative in (own, *own.parents):  # in a container often only the last one exists
-        group = root / "sys/fs/cgroup" / relative
-        for limit in (group / "memory.max", group / "memory.high"):
-            given = limit.read_text().strip() if limit.exists() else "max"
-            if given == "max":
-                continue
-            lines = (group / "memory.stat").read_text().splitlines()
-            stat = dict(line.split() for line in lines)
-            used = int((group / "memory.current").read_text()) - int(stat["inactive_file"])
-            left.append(int(given) - used)
+    membership = Path("/proc/self/cgroup")
+    own = membership.read_text().partition("0::/")[2].strip() if membership.exists() else ""
+    group = Path(f"/sys/fs/cgroup/{own}")
+    for folder in (group, *group.parents):  # in a container often only the last ones exist
+        limit = folder / "memory.max"
+        if limit.exists() and limit.read_text().strip() != "max":
+            used = int((folder / "memory.current").read_text())
+            stat = (folder / "memory.stat").read_text()
+            reclaimable = int(stat.split("inactive_file ")[1].split()[0])
+            left.append(int(limit.read_text()) - used + reclaimable)
     return max(0, min(left))
+
+
+def check_memory(num_bytes: int, device: torch.device) -> None:
+    """Raise MemoryError if the weights of a rank exceed all memory of its device."""
+    memory = psutil.virtual_memory().total + psutil.swap_memory().total
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+    if num_bytes > memory:
+        raise MemoryError(
+            f"a rank's weights need {show_bytes(num_bytes)}, but {device} has {show_bytes(memory)}:"
+            " use quantization, or raise tensor_parallel_size"
+        )
 
 
 def release_free_memory() -> None:

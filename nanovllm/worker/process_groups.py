@@ -1,4 +1,8 @@
-"""The process groups in which the ranks of a model meet."""
+"""The process groups in which the ranks of a model meet.
+
+The groups are objects. torch.distributed.init_process_group would make one for the whole process,
+where several engines can live.
+"""
 
 from dataclasses import dataclass
 from datetime import timedelta

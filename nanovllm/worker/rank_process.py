@@ -1,13 +1,10 @@
-"""The processes of ranks 1 and up, which rank 0 starts on its machine, or a launcher on several.
+"""The processes of ranks 1 and up, which rank 0 starts on its machine.
 
 A pipe connects rank 0 with each process that it has started. A process that fails sends the reason
 through it. The end of the pipe means, on either side, that the other process has died.
 
 The processes come from multiprocessing's fork server. It imports torch once per program, so each of
 them starts much faster.
-
-A launcher such as torchrun runs the same script on all ranks. In such a script, LLM(...) returns on
-rank 0 only. On the other ranks it serves, and then ends the process.
 """
 
 import math
@@ -28,7 +25,6 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from nanovllm.utils.checks import naming
 from nanovllm.worker.process_groups import Place
 
 # Seconds for a process to end. Linux frees about 4 GB of a killed process per second.
@@ -40,8 +36,8 @@ class Failure(NamedTuple):
     """Why a rank is lost. The smallest of several is the cause."""
 
     time: float  # when the error was raised; -inf for a death, because a death causes errors
-    is_value_error: bool
     reason: str
+    kind: type[Exception] = RuntimeError
 
 
 def start_rank(
@@ -89,55 +85,33 @@ def run_rank(
         store = dist.TCPStore("127.0.0.1", port)
         serve(Place(rank, rank, store))
     except BaseException as error:
-        is_value_error = isinstance(error, ValueError)
-        details = str(error) if is_value_error else f"\n{traceback.format_exc()}"
-        reason = f"{current_process().name} has failed: {details}"
-        pipe.send(Failure(time.monotonic(), is_value_error, reason))
+        reason = f"{current_process().name} has failed: "
+        if isinstance(error, ValueError):  # of an option or a checkpoint
+            pipe.send(Failure(time.monotonic(), f"{reason}{error}", ValueError))
+        else:
+            pipe.send(Failure(time.monotonic(), f"{reason}\n{traceback.format_exc()}"))
 
 
-def read_failure(pipe: Connection, process: BaseProcess) -> Failure:
-    """The failure that a process has sent, or its death."""
-    try:
-        return pipe.recv()
-    except EOFError:
-        process.join(EXIT_TIMEOUT)
-    reason = f"{process.name} has ended with exit code {process.exitcode}"
-    # run_rank sends its own errors, so 1 means that the process failed before run_rank ran.
-    if process.exitcode == 1:
-        reason += (
-            "; if the script makes the engine outside of `if __name__ == '__main__':`,"
-            " move it there"
-        )
-    return Failure(-math.inf, False, reason)
+def find_failure(processes: dict[Connection, BaseProcess]) -> Failure:
+    """Return why ranks are lost, after a pipe has news.
 
-
-def join_torchrun(size: int, serve: Serve) -> dist.Store | None:
-    """Return the store of torchrun's ranks, or None without torchrun.
-
-    On ranks 1 and up this does not return. They serve and then exit.
+    A death is reported before an error, because it causes errors. Of several errors the first one
+    is the cause, because its rank closes connections, and others fail for that reason.
     """
-    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
-        return None
-    problem = "WORLD_SIZE is set, but another variable of torchrun is missing or invalid"
-    with naming(problem, KeyError, ValueError):
-        local_rank = int(os.environ["LOCAL_RANK"])
-        store, rank, world_size = next(dist.rendezvous("env://"))
-    if world_size != size:
-        raise ValueError(
-            f"tensor_parallel_size={size}, but torchrun has started {world_size} processes:"
-            " set both to the same number"
-        )
-    if rank > 0:
+    failures: list[Failure] = []
+    for pipe, process in list(processes.items()):
+        if not pipe.poll():
+            continue
         try:
-            serve(Place(rank, local_rank, store))
-        except BaseException:
-            traceback.print_exc()
-            # Immediately, because NCCL's shutdown would wait for CUDA graphs that the traceback may
-            # refer to.
-            os._exit(1)
-        raise SystemExit
-    if store.add("engines", 1) > 1:
-        raise RuntimeError(
-            "torchrun's processes serve one engine only: run torchrun again for another one"
-        )
-    return store
+            failures.append(pipe.recv())
+        except EOFError:
+            process.join(EXIT_TIMEOUT)
+            reason = f"{process.name} has ended with exit code {process.exitcode}"
+            # run_rank sends its own errors, so 1 means that the process failed before it ran.
+            if process.exitcode == 1:
+                reason += (
+                    "; if the script makes the engine outside of `if __name__ == '__main__':`,"
+                    " move it there"
+                )
+            failures.append(Failure(-math.inf, reason))
+    return min(failures)

@@ -4,52 +4,109 @@ A step needs nothing but a Batch, on the host. With several ranks, each of them 
 runs a batch, and the others receive the same batch and compute their share in `serve`.
 """
 
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from nanovllm.batch import Batch
-from nanovllm.config import Config
-from nanovllm.layers.attention import Backend
-from nanovllm.layers.tensor_parallel import TensorParallel
+from nanovllm.checkpoints.tensor_files import open_weights
+from nanovllm.config import MAX_DRAFT_STEP, Config
+from nanovllm.layers import attention
+from nanovllm.layers.tensor_parallel import ALONE
+from nanovllm.models import weights
 from nanovllm.models.spec import CausalLM, ModelSpec
-from nanovllm.utils.arithmetic import cdiv
-from nanovllm.utils.packing import copy_to, pack, unpack
-from nanovllm.worker.memory import MemoryMeter
+from nanovllm.packing import copy_to, pack, unpack
+from nanovllm.utils.checks import naming
+from nanovllm.utils.helpers import cdiv, report
+from nanovllm.worker.cache_plan import CachePlan
+from nanovllm.worker.device import engine_settings, find_device
+from nanovllm.worker.memory import MemoryMeter, check_memory
+from nanovllm.worker.process_groups import Place, connect
+from nanovllm.worker.state_slots import StateSlots
+
+if TYPE_CHECKING:
+    from nanovllm.kernels.cuda.graphs import CudaGraphs
+
+_DEFAULT_MAX_MODEL_LEN = 4096
 
 
-@dataclass(eq=False)
 class Worker:
-    """One rank's model, KV cache and CUDA graphs. startup.py makes it."""
+    """One rank's model, KV cache and CUDA graphs.
 
-    config: Config
-    spec: ModelSpec
-    device: torch.device
-    tp: TensorParallel  # this rank, and how it reaches the others
-    kernels: Any  # nanovllm.kernels, or None to run layers/ and models/ as written
-    backend: Backend  # stores K/V and attends to them
-    block_size: int
-    max_model_len: int
-    max_num_batched_tokens: int
-    # Rows of logits that are computed at once. Only a step that scores prompts has more. All ranks
-    # then divide its hidden states into the same parts.
-    max_num_logits: int
-    model: CausalLM  # this rank's share
-    meter: MemoryMeter | None  # on a GPU: what this rank has taken of its memory
-    # A loaded worker has no KV cache yet, see startup.allocate.
-    num_blocks: int = 0
-    num_window_blocks: int = 0  # 0: all layers share one pool
-    num_lanes: int = 0  # sequences that can run at once
-    kv_caches: list[Tensor] = field(default_factory=list)  # each layer's K/V or states
-    graphs: Any = None  # CudaGraphs, or None
+    A new worker has its share of the weights. start_worker gives it the rest. Raises ValueError for
+    options that conflict with each other, the model or this machine.
+    """
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self, config: Config, spec: ModelSpec, directory: Path, place: Place | None = None
+    ) -> None:
+        """`place` is None if there is only one rank."""
+        self.config = config
+        self.spec = spec
+        self.max_model_len = config.max_model_len or min(spec.max_len, _DEFAULT_MAX_MODEL_LEN)
+        if self.max_model_len > spec.max_len:
+            raise ValueError(
+                f"max_model_len={config.max_model_len} exceeds the model's limit:"
+                f" lower it to {spec.max_len}"
+            )
+        self.max_num_batched_tokens = config.max_num_batched_tokens
+        # Rows of logits that are computed at once: one per sequence, or more with drafts. Only a
+        # step that scores prompts has more. All ranks then divide its hidden states into the same
+        # parts.
+        num_rows = config.max_num_seqs
+        if config.num_speculative_tokens:
+            num_rows = max(num_rows, MAX_DRAFT_STEP)
+        self.max_num_logits = min(num_rows, config.max_num_batched_tokens)
+        self.device = find_device(config.device, place.local_rank if place else None)
+        # This rank, and how it reaches the others.
+        self.tp = connect(self.device, config.tensor_parallel_size, place) if place else ALONE
+        # Without nanovllm.kernels, layers/ and models/ run as written.
+        self.kernels: ModuleType | None = None
+        self.backend: attention.Backend = attention  # stores K/V and attends to them
+        self.block_size = config.kvcache_block_size or attention.PREFERRED_BLOCK_SIZE
+        # Weights must stay ordinary tensors, which can be changed in place.
+        with engine_settings(self.device), torch.inference_mode(False):
+            if config.enable_kernels:
+                self.kernels = import_module("nanovllm.kernels")
+                self.backend, self.block_size = self.kernels.select_backend(
+                    config.attention_backend,
+                    self.device,
+                    spec.dtype,
+                    spec.attention_shapes,
+                    config.kvcache_block_size,
+                )
+            # Measures what this rank takes of a GPU's memory, from here on.
+            self.meter = MemoryMeter(self.device) if self.device.type == "cuda" else None
+            self.model = self.load_model(directory)
+        self.plan = CachePlan()  # the sizes of the KV cache, which `allocate` makes
+        self.kv_caches: list[Tensor] = []  # each layer's K/V or states
+        self.graphs: CudaGraphs | None = None
         # What the newest step has sampled, at a fixed address, which CUDA graphs read. A step has
         # at most max_num_logits rows, and a warm-up step may have two.
         num_rows = max(2, self.max_num_logits)
         self.newest_tokens = torch.zeros(num_rows, dtype=torch.int32, device=self.device)
+
+    def load_model(self, directory: Path) -> CausalLM:
+        """Make this rank's share of the model, with its weights."""
+        with torch.device("cpu"):  # safetensors reads there, whatever the caller's default is
+            files = open_weights(directory, self.config.load_format)
+            # torch raises RuntimeError where a tensor's size overflows.
+            with naming(directory / "config.json", RuntimeError, MemoryError):
+                model = weights.make_model(self.spec, self.backend, files, self.tp)
+                check_memory(weights.count_bytes(model), self.device)
+            weights.allocate(model, self.device)
+            if self.kernels is not None:
+                self.kernels.speed_up_loading(model, self.device, self.spec.dtype)
+            if files is None:
+                weights.init_dummy_weights(model, self.config.seed)
+            else:
+                weights.load_checkpoint(model, files, self.spec.quantization.format)
+        return model
 
     def keep_tokens(self, tokens: Tensor) -> None:
         """Keep the tokens of a step [num_rows] for the pending ids of the next one, on rank 0."""
@@ -105,31 +162,58 @@ class Worker:
             self.tp.group.abort()  # ends a collective operation that waits for a lost rank
         self.tp.leave()
 
+    def allocate(self, plan: CachePlan) -> None:
+        """Replace the KV cache by one of this size, which has no CUDA graphs yet."""
+        # Release the old one before the new one is allocated.
+        self.graphs = None
+        self.kv_caches = []
+        torch.cuda.empty_cache()  # no effect without a GPU
+        problem = (
+            f"no memory for {plan.num_blocks} blocks of {self.block_size} tokens: lower"
+            " num_kvcache_blocks, kvcache_block_size, kvcache_memory_bytes or max_num_seqs"
+        )
+        num_state_slots = StateSlots(self.config, plan.num_lanes).count
+        with naming(problem, RuntimeError):  # torch's own error on any device
+            self.kv_caches = self.make_caches(
+                self.device, plan.num_blocks, plan.num_window_blocks, num_state_slots
+            )
+        self.plan = plan
+
     def make_caches(
         self,
-        num_blocks: int,
-        num_window_blocks: int,
-        num_state_slots: int,
         device: torch.device,
+        num_blocks: int = 0,
+        num_window_blocks: int = 0,
+        num_state_slots: int = 0,
     ) -> list[Tensor]:
         """Make what each layer keeps between steps: K/V of this rank's heads, or states.
 
-        Layers with a window have num_window_blocks, and others have num_blocks.
+        Layers with a window have num_window_blocks if that is not 0. Others have num_blocks.
         """
         spec = self.spec
-        state_size = spec.state_size // self.tp.size
         caches: list[Tensor] = []
         for layer in range(spec.num_layers):
             shape = spec.attention_shape(layer)
-            if shape is not None:
-                num_kv_heads, _ = self.tp.divide(shape.num_kv_heads)
-                count = num_blocks if shape.window is None else num_window_blocks
-                sizes = (count, self.block_size, num_kv_heads, shape.head_dim)
-                cache = self.backend.make_cache(*sizes, spec.dtype, device)
-            else:
-                cache = torch.zeros(num_state_slots, state_size, dtype=torch.float32, device=device)
-            caches.append(cache)
+            if shape is None:
+                size = (num_state_slots, spec.state_size // self.tp.size)
+                caches.append(torch.zeros(size, dtype=torch.float32, device=device))
+                continue
+            has_second_pool = shape.window is not None and num_window_blocks > 0
+            count = num_window_blocks if has_second_pool else num_blocks
+            num_kv_heads, _ = self.tp.divide(shape.num_kv_heads)
+            sizes = (count, self.block_size, num_kv_heads, shape.head_dim)
+            caches.append(self.backend.make_cache(*sizes, spec.dtype, device))
         return caches
+
+    def report(self, message: str) -> None:
+        """Print a line about the engine, once for all ranks."""
+        if self.tp.rank == 0:
+            report(message)
+
+    def report_lowered(self, option: str, value: int) -> None:
+        given = getattr(self.config, option)
+        if value < given:
+            self.report(f"{option} is lowered from {given} to {value}")
 
     @property
     def block_table_width(self) -> int:

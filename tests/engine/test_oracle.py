@@ -22,7 +22,7 @@ from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduler import POLICIES
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
-from nanovllm.utils.arithmetic import cdiv
+from nanovllm.utils.helpers import cdiv
 
 
 def list_ways(dtype):

@@ -34,7 +34,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.backends import BACKENDS
 from nanovllm.engine.scheduler import POLICIES
 from nanovllm.layers.embedding import Embedding
-from nanovllm.utils.arithmetic import cdiv
+from nanovllm.utils.helpers import cdiv
 
 VOCAB_SIZE = 805  # more logits than the tokenizer has tokens
 MAX_MODEL_LEN = 64

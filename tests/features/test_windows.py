@@ -32,8 +32,8 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.features.speculation.costs import StepCosts
 from nanovllm.features.speculation.drafts import Drafts
 from nanovllm.features.windows import Windows
-from nanovllm.utils.arithmetic import cdiv
-from nanovllm.worker.cache_plan import CacheUnits
+from nanovllm.utils.helpers import cdiv
+from nanovllm.worker.cache_plan import CachePlan, CacheUnits
 from nanovllm.worker.worker import Worker
 
 FREE = [0.0] + [1.0] * 300  # costs of steps with which all drafts pay
@@ -50,15 +50,17 @@ class Simulation:
             block_bytes=1,
             window_block_bytes=1,
             block_size=block_size,
-            max_model_len=max_model_len,
+            blocks_per_lane=cdiv(max_model_len, block_size),
             window=window,
         )
         worker = SimpleNamespace(
             spec=SimpleNamespace(window=window),
             block_size=block_size,
             block_table_width=cdiv(max_model_len, block_size),
-            num_window_blocks=units.count_window_blocks(num_lanes, budget),
-            num_lanes=num_lanes,
+            plan=CachePlan(
+                num_window_blocks=units.count_window_blocks(num_lanes, budget),
+                num_lanes=num_lanes,
+            ),
             config=SimpleNamespace(enable_prefix_caching=enable_prefix_caching),
         )
         blocks = BlockManager(num_blocks, block_size, enable_prefix_caching)

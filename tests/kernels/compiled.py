@@ -52,7 +52,7 @@ from nanovllm.layers.quantized import Scheme
 from nanovllm.layers.rotary import RopeSpec
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models.quantized_layers import quantize_layer
-from nanovllm.utils.packing import pack, unpack
+from nanovllm.packing import pack, unpack
 from nanovllm.worker import worker
 from nanovllm.worker.dummy_steps import make_dummy_batch, run_dummy_step
 from nanovllm.worker.startup import make_step

@@ -24,8 +24,8 @@ from nanovllm.models.decoder import MLP, Attention, DecoderSpec
 from nanovllm.models.gemma3 import GeluMLP
 from nanovllm.models.olmo import OlmoNorm, OlmoSpec
 from nanovllm.models.quantized_layers import QUANTIZABLE, quantize_layer
-from nanovllm.utils.arithmetic import cdiv
-from nanovllm.utils.packing import copy_to
+from nanovllm.packing import copy_to
+from nanovllm.utils.helpers import cdiv
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

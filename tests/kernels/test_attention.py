@@ -258,7 +258,7 @@ def test_only_a_backend_knows_the_layout_of_its_cache(tiny, make_llm, monkeypatc
     own = {"make_cache": make_cache, "store_kvcache": store_kvcache, "attend": attend}
     backend = SimpleNamespace(**{**vars(torch_backend), **own})
     check_backend(backend, CPU, torch.float32, make_shape(head_dim=16), 8)
-    monkeypatch.setattr("nanovllm.worker.startup.attention", backend)
+    monkeypatch.setattr("nanovllm.worker.worker.attention", backend)
     llm = make_llm(device="cpu", enable_kernels=False)
     assert llm.model_runner.executor.worker.kv_caches[0].shape[2] == 2
     assert generate_ids(llm, [[1, 2, 3]], greedy(9)) == [tiny[1]([1, 2, 3], 9)]

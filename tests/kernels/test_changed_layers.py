@@ -251,7 +251,7 @@ def compute(model, spec, backend):
     """Logits of a chunk behind a prefix and a decode."""
     random = torch.Generator().manual_seed(1)
     worker = SimpleNamespace(spec=spec, backend=backend, block_size=16, tp=ALONE)
-    caches = Worker.make_caches(worker, 4, 4, 4, CPU)
+    caches = Worker.make_caches(worker, CPU, 4, 0, 4)
     for cache in caches:
         cache.copy_(torch.randn(cache.shape, generator=random))
     tables = torch.arange(4, dtype=torch.int32).view(2, 2)

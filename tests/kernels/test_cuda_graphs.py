@@ -26,11 +26,11 @@ from torch import Tensor, nn
 from transformers import Qwen3_5TextConfig
 
 from nanovllm import batch as batch_module
+from nanovllm import packing
 from nanovllm.batch import Batch
 from nanovllm.kernels.cuda import graphs
 from nanovllm.kernels.cuda.graphs import CudaGraphs, list_batch_sizes
-from nanovllm.utils import packing
-from nanovllm.utils.packing import pack, pack_padded, unpack
+from nanovllm.packing import pack, pack_padded, unpack
 from nanovllm.worker.dummy_steps import make_dummy_batch
 from nanovllm.worker.startup import make_step
 from nanovllm.worker.worker import run_step
@@ -180,7 +180,7 @@ def make_replaying(make_llm, monkeypatch):
         worker = llm.executor.worker
         if not ON_GPU:
             monkeypatch.setattr(graphs, "capture", capture_nothing)
-            sizes = list_batch_sizes(min(worker.num_lanes, worker.max_num_batched_tokens))
+            sizes = list_batch_sizes(min(worker.plan.num_lanes, worker.max_num_batched_tokens))
             batch = make_dummy_batch(worker, [1])
             with torch.inference_mode():
                 step = make_step(worker)

@@ -42,7 +42,7 @@ from nanovllm.models.decoder import MLP, Attention, DecoderLayers, DecoderSpec
 from nanovllm.models.gemma3 import Gemma3Spec
 from nanovllm.models.olmo import OlmoSpec
 from nanovllm.models.weights import load_checkpoint
-from nanovllm.utils.packing import copy_to
+from nanovllm.packing import copy_to
 
 
 @needs_compiler

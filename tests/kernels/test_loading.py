@@ -107,7 +107,8 @@ def test_a_model_loads_the_same_codes(tmp_path, name, stored, rank, num_ranks, o
     buffers = []
     for is_fast in (False, True):
         files = open_weights(tmp_path, "auto")
-        model = weights.allocate_model(spec, attention, CPU, files, tp)
+        model = weights.make_model(spec, attention, files, tp)
+        weights.allocate(model, CPU)
         for buffer in model.buffers():
             if not buffer.is_floating_point():
                 buffer.zero_()  # also the padding

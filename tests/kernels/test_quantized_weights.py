@@ -24,7 +24,7 @@ from nanovllm.layers import attention as torch_backend
 from nanovllm.layers.quantized import QuantizedWeight, Scheme
 from nanovllm.layers.tensor_parallel import ALONE
 from nanovllm.models.moe import Experts
-from nanovllm.utils.arithmetic import cdiv
+from nanovllm.utils.helpers import cdiv
 
 pytestmark = needs_compiler
 SCHEMES = [INT8, INT4, Scheme(4, 32), Scheme(4, 96), Scheme(8, 64)]

@@ -37,7 +37,7 @@ FLOORS = [  # top down; a module imports from its own floor and from lower ones
     {"checkpoints"},
     {"layers", "config", "sampling_params", "backends", "text"},
     {"utils"},
-    {"batch", "outputs"},
+    {"batch", "outputs", "packing"},
 ]
 WITHOUT_TORCH = {
     "nanovllm.backends",

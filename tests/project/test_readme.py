@@ -17,7 +17,7 @@ import example
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.models import architectures
 from nanovllm.models.architectures import ARCHITECTURES, read_spec
-from nanovllm.utils import terminal
+from nanovllm.utils import helpers
 
 PACKAGE = ROOT / "nanovllm"
 READMES = [ROOT / "README.md", ROOT / ".ci/gpu/README.md", *sorted(PACKAGE.rglob("*.md"))]
@@ -80,7 +80,7 @@ def test_example_names_invalid_options(arguments, complaint, monkeypatch, capsys
 def test_programs_end_if_their_reader_stops(path, monkeypatch):
     """run_program sees to that. test_trace.py starts one of them with a closed pipe."""
     started = []
-    monkeypatch.setattr(terminal, "run_program", started.append)
+    monkeypatch.setattr(helpers, "run_program", started.append)
     program = runpy.run_path(str(ROOT / path), run_name="__main__")
     assert started == [program["main"]]
 

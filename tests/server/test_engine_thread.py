@@ -11,7 +11,7 @@ from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm.engine.input_processor import PreparedPrompt
 from nanovllm.server import middleware
 from nanovllm.server.engine_thread import EngineThread
-from nanovllm.utils.terminal import report
+from nanovllm.utils.helpers import report
 
 
 def test_a_warning_that_is_an_error_ends_one_request_only(monkeypatch):

@@ -10,9 +10,11 @@ from conftest import VOCAB_SIZE
 from nanovllm.config import MAX_DRAFT_STEP, Config
 from nanovllm.engine.warm_up import sample_each_kind
 from nanovllm.layers import attention
-from nanovllm.layers.tensor_parallel import ALONE
-from nanovllm.worker import cache_plan, startup
-from nanovllm.worker.cache_plan import CacheUnits, plan_cache
+from nanovllm.layers.tensor_parallel import TensorParallel
+from nanovllm.utils.helpers import cdiv
+from nanovllm.worker import cache_plan, memory
+from nanovllm.worker import worker as worker_module
+from nanovllm.worker.cache_plan import Budget, CacheUnits, find_budget, plan_cache
 from nanovllm.worker.memory import find_available_memory, show_bytes
 from nanovllm.worker.startup import profile
 
@@ -25,6 +27,7 @@ def test_given_bytes_are_divided_into_blocks(make_llm):
     for num_kvcache_blocks, expected in ((None, 10), (7, 7)):
         llm = make_llm(num_kvcache_blocks=num_kvcache_blocks, kvcache_memory_bytes=budget)
         assert llm.stats["num_blocks"] == expected
+        assert llm.executor.worker.plan.num_lanes == expected
 
 
 def test_a_backend_determines_the_bytes_of_a_block(make_llm, monkeypatch):
@@ -35,7 +38,7 @@ def test_a_backend_determines_the_bytes_of_a_block(make_llm, monkeypatch):
         return attention.make_cache(*shape, torch.bfloat16, device)
 
     backend = SimpleNamespace(**{**vars(attention), "make_cache": make_cache})
-    monkeypatch.setattr(startup, "attention", backend)
+    monkeypatch.setattr(worker_module, "attention", backend)
     budget = 10 * BLOCK_BYTES
     llm = make_llm(
         num_kvcache_blocks=None, kvcache_memory_bytes=budget, device="cpu", enable_kernels=False
@@ -48,13 +51,13 @@ def test_a_backend_determines_the_bytes_of_a_block(make_llm, monkeypatch):
     "membership, limits, left",
     [
         ("0::/", {}, None),
-        ("9:cpu,memory:/a\n0::/a/b", {"a/b/memory.max": 1000, "a/b/memory.high": "max"}, 500),
-        ("0::/a/b", {"a/b/memory.max": 1000, "a/memory.high": 900}, 400),
+        ("9:cpu,memory:/a\n0::/a/b", {"a/b/memory.max": 1000, "a/memory.max": "max"}, 500),
+        ("0::/a/b", {"a/b/memory.max": 1000, "a/memory.max": 900}, 400),
         ("0::/docker/unseen", {"memory.max": 400}, 0),
         ("9:memory:/a", {"a/memory.max": 1000}, None),
     ],
 )
-def test_memory_is_limited_by_cgroups(tmp_path, membership, limits, left):
+def test_memory_is_limited_by_cgroups(tmp_path, monkeypatch, membership, limits, left):
     """Each cgroup uses 700 bytes, of which 200 can be reclaimed."""
     files = {"proc/self/cgroup": membership}
     for path, limit in limits.items():
@@ -65,12 +68,14 @@ def test_memory_is_limited_by_cgroups(tmp_path, membership, limits, left):
     for path, content in files.items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(f"{content}\n")
-    available = find_available_memory(tmp_path)
+    monkeypatch.setattr(memory, "Path", lambda path: tmp_path / path.removeprefix("/"))
+    available = find_available_memory()
     if left is None:
         assert available > 2**20
     else:
         assert available == left
-    assert find_available_memory(tmp_path / "not-linux") > 2**20
+    monkeypatch.setattr(memory, "Path", lambda path: tmp_path / "not-linux")
+    assert find_available_memory() > 2**20
 
 
 class FakeGPU:
@@ -88,12 +93,10 @@ class FakeGPU:
 def count_tokens_on_gpu(free, utilization, max_model_len):
     """Count the tokens that fit into a KV cache where a token takes 1000 bytes."""
     config = Config("", gpu_memory_utilization=utilization)
-    plan = plan_cache(
-        config,
-        FakeGPU(free),
-        CacheUnits(block_bytes=10_000, block_size=10, max_model_len=max_model_len),
-    )
-    assert f"{plan.num_blocks} blocks of 10" in plan.describe()
+    blocks_per_lane = cdiv(max_model_len, 10)
+    units = CacheUnits(block_bytes=10_000, block_size=10, blocks_per_lane=blocks_per_lane)
+    plan = plan_cache(config, find_budget(config, FakeGPU(free)), units)
+    assert f"{plan.num_blocks} blocks of 10 = {plan.num_tokens} tokens" in plan.description
     assert plan.num_tokens == plan.num_blocks * 10
     return plan.num_tokens
 
@@ -145,114 +148,114 @@ def test_the_profile_run_ends_with_the_costliest_sampling(make_llm):
         assert seq.stop_token_ids
 
 
-def plan_with_states(meter, state_bytes, tp=ALONE, **options):
+def plan_with_states(num_bytes, state_bytes, **options):
     """Plan a cache in which a block of 10 tokens takes 1000 bytes."""
-    config = Config("", **options)
-    sizes = dict(block_bytes=1000, state_bytes=state_bytes, block_size=10, max_model_len=1000)
-    return plan_cache(config, meter, CacheUnits(**sizes), tp)
+    sizes = dict(block_bytes=1000, state_bytes=state_bytes, block_size=10, blocks_per_lane=100)
+    return plan_cache(Config("", **options), Budget(num_bytes, "tests"), CacheUnits(**sizes))
 
 
 @pytest.mark.parametrize("num_drafts, num_lanes", [(0, 24), (3, 16)])
 def test_states_have_at_most_half_of_the_memory(num_drafts, num_lanes):
     """A lane has a state and a snapshot, and another state with drafts. 2 slots have no lane."""
-    options = dict(kvcache_memory_bytes=100_000, num_speculative_tokens=num_drafts)
-    plan = plan_with_states(FakeGPU(0), 1000, **options)
+    plan = plan_with_states(100_000, 1000, num_speculative_tokens=num_drafts)
     assert (plan.num_blocks, plan.num_lanes) == (50, num_lanes)
-    line = plan.describe()
-    assert f"50000 B for states of {num_lanes} lanes = 50000 B) / 1000 B" in line
-    assert f"max_num_seqs is lowered from 256 to {num_lanes}" in line
+    assert plan.description == (
+        f"KV cache: of 100000 B (tests), 50000 B for states and windows of {num_lanes} lanes,"
+        " 50000 B for 50 blocks of 10 = 500 tokens"
+    )
 
 
 @pytest.mark.parametrize(
     "options, num_lanes",
-    [({}, 19), ({"max_num_seqs": 7}, 7), ({"kvcache_memory_bytes": 12_000_000}, 2)],
+    [({}, 19), ({"max_num_seqs": 7}, 7)],
 )
 def test_a_given_number_of_blocks_does_not_unbound_the_states(options, num_lanes):
-    """The GPU has 80 MB for blocks and states. A state takes 1 MB."""
-    meter = FakeGPU(100_000_000)
-    plan = plan_with_states(meter, 1_000_000, num_kvcache_blocks=50, **options)
+    """There are 80 MB for blocks and states. A state takes 1 MB."""
+    plan = plan_with_states(80_000_000, 1_000_000, num_kvcache_blocks=50, **options)
     assert (plan.num_blocks, plan.num_lanes) == (50, num_lanes)
-    shown = f"{show_bytes((2 + 2 * num_lanes) * 10**6)} for states of {num_lanes} lanes"
-    assert f"(as requested, beside {shown} = 50000 B)" in plan.describe()
+    shown = f"{show_bytes((2 + 2 * num_lanes) * 10**6)} for states and windows of {num_lanes} lanes"
+    assert f"{shown}, 50000 B for 50 blocks" in plan.description
 
 
 def test_states_of_lanes_without_a_block_are_not_allocated():
-    plan = plan_with_states(FakeGPU(100_000_000), 1_000_000, num_kvcache_blocks=3)
+    plan = plan_with_states(80_000_000, 1_000_000, num_kvcache_blocks=3)
     assert (plan.num_blocks, plan.num_lanes) == (3, 3)
-    assert "8000000 B for states of 3 lanes" in plan.describe()
+    assert "8000000 B for states and windows of 3 lanes" in plan.description
 
 
 def test_a_laptop_serves_16_sequences_with_states(monkeypatch):
     """With 12 of 16 GB free, and the states and K/V of Qwen3.5-0.8B."""
     monkeypatch.setattr(cache_plan, "find_available_memory", lambda: 12_000_000_000)
-    sizes = dict(block_bytes=16 * 12_288, state_bytes=20_201_472, block_size=16, max_model_len=4096)
-    plan = plan_cache(Config(""), None, CacheUnits(**sizes))
+    sizes = dict(
+        block_bytes=16 * 12_288, state_bytes=20_201_472, block_size=16, blocks_per_lane=256
+    )
+    config = Config("")
+    plan = plan_cache(config, find_budget(config, None), CacheUnits(**sizes))
     assert plan.num_lanes >= 16
     assert plan.num_tokens >= 16 * 4096
-    line = plan.describe()
-    assert "(0.25 * 12.00 GB available / 1 ranks - 1.49 GB for states of 36 lanes" in line
+    expected = "of 3.00 GB (0.25 * 12.00 GB available / 1 ranks), 1.49 GB for states and windows"
+    assert expected in plan.description
 
 
 @pytest.mark.parametrize("state_bytes", [2000, 6000])
 def test_no_memory_for_one_state_is_an_error(state_bytes):
-    problem = f"states of one sequence take {4 * state_bytes} B, more than half"
+    problem = f"which may use half, take {4 * state_bytes} B"
     with pytest.raises(ValueError, match=problem):
-        plan_with_states(FakeGPU(0), state_bytes, kvcache_memory_bytes=10_000)
+        plan_with_states(10_000, state_bytes)
 
 
-def test_ranks_agree_on_the_smallest_numbers():
-    tp = Mock(size=2, minimum=lambda numbers: [numbers[0] - 1, numbers[1] - 2, *numbers[2:]])
-    plan = plan_with_states(FakeGPU(0), 1000, tp, kvcache_memory_bytes=100_000)
-    assert (plan.num_blocks, plan.num_lanes) == (49, 22)
+def test_ranks_agree_on_the_smallest_budget(make_llm, monkeypatch):
+    """And on one size of blocks."""
+    monkeypatch.setattr(TensorParallel, "minimum", lambda tp, numbers: [numbers[0] // 2, 4])
+    options = dict(num_kvcache_blocks=None, kvcache_memory_bytes=10 * BLOCK_BYTES)
+    assert make_llm(**options).stats["num_blocks"] == 5
+    with pytest.raises(ValueError, match="blocks of 4 and 8 tokens: set kvcache_block_size"):
+        make_llm(**options, kvcache_block_size=8)
 
 
-def plan_with_windows(tp=ALONE, block_bytes=1000, **options):
+def test_what_is_lowered_is_reported(make_llm, capfd):
+    make_llm(num_kvcache_blocks=7)
+    assert "max_num_seqs is lowered from 256 to 7" in capfd.readouterr().err
+
+
+def plan_with_windows(num_bytes, block_bytes=1000, **options):
     """Plan a second pool of blocks that take 1000 bytes, for windows of 30 tokens."""
     units = CacheUnits(
         block_bytes=block_bytes,
         window_block_bytes=1000,
         block_size=10,
-        max_model_len=1000,
+        blocks_per_lane=100,
         window=30,
     )
-    return plan_cache(Config("", **options), FakeGPU(0), units, tp)
+    return plan_cache(Config("", **options), Budget(num_bytes, "tests"), units)
 
 
 def test_windows_have_half_of_the_memory_and_a_step_an_eighth():
     """A lane has 5 blocks: three of its window, and incomplete ones at both ends."""
-    plan = plan_with_windows(kvcache_memory_bytes=100_000)
+    plan = plan_with_windows(100_000)
     assert plan.max_num_batched_tokens == 120
     assert (plan.num_blocks, plan.num_lanes) == (53, 7)
     assert plan.num_window_blocks == 7 * 5 + 12
-    line = plan.describe()
-    assert "as requested - 47000 B for windows of 7 lanes = 53000 B) / 1000 B = 53 blocks" in line
-    assert "and 47 blocks for windows of 30; max_num_seqs is lowered from 256 to 7;" in line
-    assert "max_num_batched_tokens is lowered from 8192 to 120" in line
+    assert "47000 B for states and windows of 7 lanes, 53000 B for 53 blocks" in plan.description
 
 
 def test_windows_of_few_short_sequences_need_no_more_than_the_sequences():
-    plan = plan_with_windows(kvcache_memory_bytes=10_000_000, max_num_seqs=2)
+    plan = plan_with_windows(10_000_000, max_num_seqs=2)
     assert plan.num_window_blocks == 2 * 100
     assert plan.max_num_batched_tokens == 8192
 
 
 def test_windows_have_all_of_the_memory_if_all_layers_have_one():
-    plan = plan_with_windows(block_bytes=0, kvcache_memory_bytes=100_000)
+    plan = plan_with_windows(100_000, block_bytes=0)
     assert (plan.num_lanes, plan.num_window_blocks) == (17, 17 * 5 + 12)
     assert plan.num_blocks == 17 * 100
-    assert "97000 B for windows of all layers = 1700 blocks" in plan.describe()
+    assert "97000 B for states and windows of 17 lanes" in plan.description
+    assert "1700 blocks of 10 = 17000 tokens, all that 17 sequences can use" in plan.description
 
 
 def test_too_little_memory_for_a_window_is_an_error():
-    with pytest.raises(ValueError, match="the windows of one sequence take 6000 B"):
-        plan_with_windows(kvcache_memory_bytes=10_000)
-
-
-def test_ranks_agree_on_the_size_of_the_second_pool():
-    tp = Mock(size=2, minimum=lambda numbers: [40, 3, 70, *numbers[3:]])
-    plan = plan_with_windows(tp, kvcache_memory_bytes=100_000)
-    assert plan.max_num_batched_tokens == 70
-    assert plan.num_window_blocks == 3 * 5 + 7
+    with pytest.raises(ValueError, match="which may use half, take 6000 B"):
+        plan_with_windows(10_000)
 
 
 def test_gemma_4b_serves_several_sequences_on_a_laptop(monkeypatch):
@@ -262,10 +265,11 @@ def test_gemma_4b_serves_several_sequences_on_a_laptop(monkeypatch):
         block_bytes=16 * 20_480,
         window_block_bytes=16 * 118_784,
         block_size=16,
-        max_model_len=4096,
+        blocks_per_lane=256,
         window=1024,
     )
-    plan = plan_cache(Config(""), None, units)
+    config = Config("")
+    plan = plan_cache(config, find_budget(config, None), units)
     assert plan.num_lanes >= 3
     assert plan.max_num_batched_tokens >= 1024
     assert plan.num_tokens >= 3 * 4096

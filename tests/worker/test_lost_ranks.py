@@ -176,7 +176,7 @@ def test_a_dead_rank_is_the_cause(is_dead):
     process = SimpleNamespace(name="rank 3 of 4", exitcode=-11, join=print, kill=print)
     executor.processes = {pipe: process for pipe, _ in pipes}
     for moment, (_, other) in enumerate(pipes[:2]):
-        other.send(Failure(moment, True, f"rank {2 - moment} of 4 has failed"))
+        other.send(Failure(moment, f"rank {2 - moment} of 4 has failed", ValueError))
     if is_dead:
         pipes[2][1].close()
     expected = "rank 3 of 4 has ended with exit code -11" if is_dead else "rank 2 of 4 has failed"

@@ -100,7 +100,7 @@ def measure_costs(worker: Worker, max_draft_len: int) -> StepCosts:
         return min(timeit.repeat(run, number=1, repeat=3))
 
     def measure_sizes(draft_len: int) -> list[float]:
-        num_drafted = worker.num_lanes * (1 + draft_len)
+        num_drafted = worker.plan.num_lanes * (1 + draft_len)
         limit = min(num_drafted, worker.max_num_batched_tokens, MAX_DRAFT_STEP)
         sizes = [0]
         seconds = [0.0]

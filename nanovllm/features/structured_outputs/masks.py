@@ -21,7 +21,7 @@ from nanovllm.engine.request import Request
 from nanovllm.engine.sequence import Sequence
 from nanovllm.features.structured_outputs.grammar_writer import find_limit
 from nanovllm.outputs import FinishReason
-from nanovllm.utils.packing import to_device
+from nanovllm.packing import to_device
 
 
 class GrammarConstraint:

@@ -24,7 +24,7 @@ import xxhash
 from torch import Tensor
 
 from nanovllm.kernels.cpu.declarations import read_functions
-from nanovllm.utils.terminal import report
+from nanovllm.utils.helpers import report
 
 SHORT_QUERY = 8  # tokens of a query that decode.h computes as separate decodes
 SOURCE = Path(__file__).with_name("kernels.cpp")

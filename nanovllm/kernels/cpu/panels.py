@@ -28,7 +28,7 @@ from torch import Tensor
 
 from nanovllm.kernels.cpu.library import load
 from nanovllm.layers.quantized import QuantizedWeight
-from nanovllm.utils.arithmetic import cdiv
+from nanovllm.utils.helpers import cdiv
 
 _WIDTH = 32  # as in panels.h
 _CACHE_LINE = 64  # bytes

@@ -27,7 +27,7 @@ from nanovllm.kernels.optimized_layer import OptimizedLayer
 from nanovllm.layers.embedding import Embedding
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.quantized import QuantizedWeight
-from nanovllm.utils.arithmetic import cdiv
+from nanovllm.utils.helpers import cdiv
 
 
 class _Tile(NamedTuple):

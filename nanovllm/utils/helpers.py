@@ -1,0 +1,73 @@
+"""Small helpers that several rooms share."""
+
+import ast
+import json
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from nanovllm.utils.checks import naming
+
+T = TypeVar("T")
+
+
+def cdiv(a: int, b: int) -> int:
+    """Divide and round up."""
+    return -(-a // b)
+
+
+def report(message: str) -> None:
+    """Print a line about the engine or the server to stderr, if that is open."""
+    if sys.stderr is not None:  # print would take stdout
+        with suppress(OSError):  # the reader has ended, or the disk is full
+            print(f"nanovllm: {message}", file=sys.stderr, flush=True)
+
+
+def run_program(main: Callable[[], None]) -> None:
+    """Run `main`. If the reader of its output stops early (`| head`), end the program."""
+    try:
+        main()
+        print(end="", flush=True)
+    except BrokenPipeError:
+        os._exit(1)  # without the interpreter's own flush, which would raise again
+
+
+def parse_value(text: str) -> object:
+    """Read a value of a command line: a Python literal, or else the text itself."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read the object in a JSON file. Raises ValueError, naming the file, if there is none."""
+    with naming(path, OSError, ValueError, RecursionError):
+        content = json.loads(path.read_bytes())
+        if not isinstance(content, dict):
+            raise ValueError(f"expected a JSON object, found {type(content).__name__}")
+    return content
+
+
+class ForeignError(ValueError):
+    """Code of a tokenizer or a checkpoint has failed."""
+
+
+def call_foreign(source: object, call: Callable[[], T]) -> T:
+    """Run code of a tokenizer or a checkpoint, and turn its exceptions into ForeignErrors.
+
+    Such code can raise anything, and it runs long enough for a signal handler to raise in the
+    middle. The call is therefore repeated: an error of the tokenizer comes again. The exception of
+    a handler does not, and is raised as it is.
+    """
+    try:
+        return call()
+    except Exception as error:
+        try:
+            call()
+        except type(error):
+            raise ForeignError(f"{source}: {error}") from error
+        raise
