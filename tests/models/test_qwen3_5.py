@@ -311,9 +311,8 @@ def let_draft(llm, answers, is_right):
 
         return SimpleNamespace(propose=propose)
 
-    free = [0.0, *[1.0] * 256]  # drafts cost nothing
     drafts = find_feature(llm, Drafts)
-    drafts.costs = StepCosts(free, free)
+    drafts.costs = StepCosts(1.0, 1.0, per_token=0.0)
     drafts.make_proposer = make_proposer
 
 
