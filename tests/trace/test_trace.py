@@ -1,4 +1,4 @@
-"""The trace file is valid after every step, matches the engine, and is shown as text and plot."""
+"""The trace file is valid after every step, matches the engine, and is shown as text."""
 
 import gc
 import json
@@ -349,7 +349,7 @@ def test_text_shows_the_second_pool(windows, recorded):
     assert "window" not in trace.render(trace.read(recorded), 1000)
 
 
-# --- Text and plot
+# --- Text
 
 
 @pytest.fixture(scope="module")
@@ -423,19 +423,6 @@ def test_text_is_ascii_and_fits(recorded):
             assert text.isascii()
             assert max(map(len, text.splitlines())) <= max(width, len("  lane 0 |"))
             assert text.count("lane 3") == 1
-
-
-def test_a_plot_without_matplotlib_names_the_extra(recorded, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    arguments = [str(recorded), "-o", str(tmp_path / "timeline.svg")]
-    assert "pip install 'nanovllm[plot]'" in reject(capsys, trace_main, arguments)
-
-
-def test_plot(recorded, tmp_path):
-    pytest.importorskip("matplotlib")
-    picture = tmp_path / "timeline.svg"
-    trace_main([str(recorded), "-o", str(picture)])
-    assert "<svg" in picture.read_text()
 
 
 # --- The command
