@@ -30,6 +30,7 @@ CPU_SECONDS = 2  # for the compilation of a grammar
 CHECK_SECONDS = 30  # for the process that compiles it, which waits for the cores of the engine
 LIMITS: Any = {"step_lexer_fuel": 50_000, "step_max_items": 50_000, "max_items_in_row": 10_000}
 MAX_LEXER_STATES = 50_000  # per sample
+MAX_ERROR_CHARS = 300  # because llguidance's errors quote the grammar
 
 
 class StructuredOutputs(Feature):
@@ -69,7 +70,7 @@ class StructuredOutputs(Feature):
         matcher = LLMatcher(self.guidance_tokenizer, grammar, log_level=0, limits=limits)
         matcher.compute_bitmask()
         if matcher.is_error():
-            raise ValueError(f"invalid or unsupported: {matcher.get_error()}")
+            raise ValueError(f"invalid or unsupported: {matcher.get_error()[:MAX_ERROR_CHARS]}")
         return matcher
 
     @cached_property
