@@ -174,21 +174,13 @@ class LLM(ThreadSafeEngine):
         eos_token_ids = frozenset() if ignore_eos else self.eos_token_ids
         searches: list[BeamSearch] = []
         # An output has the log probabilities of the beam's own tokens.
-        prepared = self.prepare_prompts(prompts, SamplingParams(logprobs=0))
-        for prompt, *_ in prepared:
-            max_num_tokens = min(max_tokens, self.max_model_len - len(prompt))
-            searches.append(
-                BeamSearch(prompt, beam_width, max_num_tokens, length_penalty, eos_token_ids)
-            )
+        for prompt in self.prepare_prompts(prompts, SamplingParams(logprobs=0)):
+            limit = min(max_tokens, self.max_model_len - len(prompt.token_ids))
+            searches.append(BeamSearch(prompt, beam_width, limit, length_penalty, eos_token_ids))
         search_together(searches, self._generate)
+        # Under the lock, because the ids of n samples are consecutive.
         make_requests = self.input_processor.make_requests
-        results: list[list[RequestOutput]] = []
-        for search, each in zip(searches, prepared):
-            same = [each] * len(search.finished)
-            # Under the lock, because the ids of n samples are consecutive.
-            requests = self._take_turn(make_requests, same, eos_token_ids, {})
-            results.append(make_outputs(search, requests))
-        return results
+        return [self._take_turn(make_outputs, search, make_requests) for search in searches]
 
     def prepare_prompts(self, prompts: Any, sampling_params: Any) -> list[PreparedPrompt]:
         """Tokenize and check prompts and their sampling_params, as given to `generate`."""

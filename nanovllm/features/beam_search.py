@@ -37,9 +37,9 @@ class Beam:
 class BeamSearch:
     """The beams of one prompt. Handles token ids and scores. `search_together` runs the engine."""
 
-    prompt: list[int]
+    prompt: PreparedPrompt
     beam_width: int
-    max_tokens: int
+    max_tokens: int  # at most those for which the model has room
     length_penalty: float
     eos_token_ids: frozenset[int]
     num_cached_tokens: int = 0  # tokens of the prompt that the first step found
@@ -107,7 +107,7 @@ def search_together(
         prompts: list[PreparedPrompt] = []
         for search in active:
             prompts += [
-                PreparedPrompt(search.prompt + beam.token_ids, params, {})
+                PreparedPrompt(search.prompt.token_ids + beam.token_ids, params, {})
                 for beam in search.running
             ]
         outputs = generate(prompts)
@@ -119,13 +119,18 @@ def search_together(
         active = [search for search in active if search.running]
 
 
-def make_outputs(search: BeamSearch, requests: list[Request]) -> list[RequestOutput]:
-    """Return the finished beams as outputs of `requests`, which are those of the prompt alone."""
+def make_outputs(
+    search: BeamSearch, make_requests: Callable[..., list[Request]]
+) -> list[RequestOutput]:
+    """Return the finished beams as outputs of requests, which are made of the prompt alone.
+
+    `make_requests` is that of the engine's InputProcessor.
+    """
     outputs: list[RequestOutput] = []
+    requests = make_requests([search.prompt] * len(search.finished), search.eos_token_ids, inbox={})
     for beam, request in zip(search.finished, requests, strict=True):
         request.token_ids += beam.token_ids
         request.finish_reason = beam.finish_reason
-        request.commit(beam.logprobs)
         request.num_cached_tokens = search.num_cached_tokens
         request.commit(beam.logprobs)
         outputs.append(request.output())

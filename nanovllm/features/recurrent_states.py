@@ -66,6 +66,10 @@ class RecurrentStates(Feature):
 
     def reset(self) -> None:
         self.slots: dict[Sequence, Slots] = {}  # of sequences that were the head of the queue
+        self._forget_snapshots()
+
+    def _forget_snapshots(self) -> None:
+        self.empty_slots = list(self.snapshot_slots)
         self.snapshots = OrderedDict[int, int]()  # hash -> slot, least recently used first
         self.new_snapshots: dict[int, int] = {}  # those that the current step writes
 
@@ -105,23 +109,22 @@ class RecurrentStates(Feature):
     def _begin_snapshot(self, seq: Sequence) -> bool:
         """Let the current step of `seq` write a snapshot.
 
-        It goes to an empty slot, or else to that of the least recently used snapshot, which is
-        evicted. Return False if there is such a snapshot already, or if all slots are in use.
+        It takes an empty slot, or evicts the least recently used snapshot. Return False if there is
+        such a snapshot already, or if all slots are in use.
         """
         block_hash = self._find_snapshot_hash(seq)
         if block_hash in self.snapshots or block_hash in self.new_snapshots:
             return False
         in_use = {self.slots[each].read for each in self.scheduler.running}
-        in_use.update(self.new_snapshots.values())
-        unused = set(self.snapshot_slots) - in_use
-        if not unused:
-            return False
-        empty = unused.difference(self.snapshots.values())
+        empty = [slot for slot in self.empty_slots if slot not in in_use]
+        evictable = [each for each, slot in self.snapshots.items() if slot not in in_use]
         if empty:
-            slot = min(empty)
+            slot = empty[0]
+            self.empty_slots.remove(slot)
+        elif evictable:
+            slot = self.snapshots.pop(evictable[0])
         else:
-            oldest = next(each for each, slot in self.snapshots.items() if slot in unused)
-            slot = self.snapshots.pop(oldest)
+            return False
         self.slots[seq].write = slot
         self.new_snapshots[block_hash] = slot
         return True
@@ -166,9 +169,7 @@ class RecurrentStates(Feature):
     def finished(self, seq: Sequence, reason: FinishReason) -> None:
         self.slots.pop(seq, None)
         if reason == "error":  # the states that it has left may be NaN, too
-            for block_hash in seq.block_hashes:
-                self.snapshots.pop(block_hash, None)
-                self.new_snapshots.pop(block_hash, None)
+            self._forget_snapshots()
 
     def describe(self, step: Step) -> Description:
         kept = [(slot, f"{each:032x}") for each, slot in self.snapshots.items()]

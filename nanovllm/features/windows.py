@@ -131,39 +131,35 @@ class Windows(Feature):
             self.pool.share(block)
             self.tables[seq.lane, index] = block.block_id
 
-    def begin_step(self) -> None:
-        # Sequences whose blocks change in this step. Other decodes stay within a block.
-        self.changing: list[Sequence] = []
-
     def scheduled(self, seq: Sequence, end: int) -> None:
         self._resize(seq, end)
         self._cache(seq, min(end, seq.num_known_tokens))
-        self.changing.append(seq)
 
     def planned(self, step: Step) -> None:
         for seq, num_tokens, num_logits in step:
             if num_logits > 1:  # has a draft
                 self._resize(seq, seq.num_computed_tokens + num_tokens)
-                self.changing.append(seq)
 
     def prepared(self, step: Step, batch: Batch) -> Batch:
         """Add the window tables of the sequences, and the slots of the tokens in them."""
         lanes = [seq.lane for seq in step.seqs]
         tables = self.tables[lanes, : batch.block_tables.shape[1]]
-        seq_index = np.repeat(np.arange(len(lanes)), step.num_tokens)
+        lane_of_token = np.repeat(lanes, step.num_tokens)
         blocks, offsets = np.divmod(batch.positions, self.block_size)
-        slots = tables[seq_index, blocks] * self.block_size + offsets
+        slots = self.tables[lane_of_token, blocks] * self.block_size + offsets
         return replace(batch, window_slots=slots, window_tables=tables)
 
     def advanced(self, step: Step) -> None:
         """Cache what became known. Release blocks of rejected drafts, and what windows leave."""
-        for seq in self.changing:
-            if seq.lane < 0:
-                continue  # it has ended since the step was planned
-            self._cache(seq, seq.num_computed_tokens)
-            self._resize(seq, seq.num_computed_tokens)
+        for seq, num_tokens, _ in step:
             held = self.held[seq]
-            start = self.find_start(seq.num_computed_tokens // self.block_size)
+            end = seq.num_computed_tokens
+            num_full = end // self.block_size
+            if num_tokens == 1 and end % self.block_size != 0 and held.end == num_full + 1:
+                continue  # fast path: most decodes stay within a block
+            self._cache(seq, end)
+            self._resize(seq, end)
+            start = self.find_start(num_full)
             end_of_prefix = range(self.find_start(held.num_found), held.num_found)
             for index in range(held.start, start):
                 self._release(seq, index, is_passed=index not in end_of_prefix)

@@ -1,10 +1,10 @@
-"""The timeline of an engine: recorded in a trace file, read, and shown as text, plot or page.
+"""The timeline of an engine: recorded in a trace file, read, and shown as text or as a page.
 
 step.py       what a trace holds of a step
 recorder.py   LLM(..., trace="trace.json") records its steps
 timeline.py   a step as events, and the file
 reader.py     the file as a list of steps
-text.py       steps as text         picture.py   as a plot        page.py   as an HTML page
+text.py       steps as text         page.py   as an HTML page
 tour.py       four requests under each policy, which example.py shows
 __main__.py   python -m nanovllm.trace
 
@@ -12,8 +12,7 @@ The recorder is a feature of the engine. LLM imports it only if a trace is asked
 """
 
 from nanovllm.trace.page import make_page, save_page
-from nanovllm.trace.picture import draw
 from nanovllm.trace.reader import read
 from nanovllm.trace.text import render
 
-__all__ = ["draw", "make_page", "read", "render", "save_page"]
+__all__ = ["make_page", "read", "render", "save_page"]

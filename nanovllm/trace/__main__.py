@@ -2,7 +2,6 @@
 
     python -m nanovllm.trace trace.json                    text, as many steps as fit
     python -m nanovllm.trace trace.json -o timeline.html   a page, of one trace or two
-    python -m nanovllm.trace trace.json -o timeline.svg    a plot (pip install 'nanovllm[plot]')
 
 A letter names a request. It is upper case if a step prefills or recomputes a chunk of the request,
 and lower case if it decodes.
@@ -12,7 +11,7 @@ import argparse
 import shutil
 from pathlib import Path
 
-from nanovllm.trace import draw, read, render, save_page
+from nanovllm.trace import read, render, save_page
 from nanovllm.utils.helpers import run_program
 
 
@@ -28,25 +27,17 @@ def main(argv: list[str] | None = None) -> None:
         nargs="+",
         help="trace written by LLM(..., trace=...), one or, for a page, two",
     )
-    parser.add_argument(
-        "-o",
-        "--output",
-        metavar="FILE",
-        default="",
-        help="write a page (.html) or a plot (.png, .svg, .pdf) instead of text",
-    )
+    parser.add_argument("-o", "--output", metavar="FILE", help="write a page instead of text")
     args = parser.parse_args(argv)
     try:
         timelines = [read(path) for path in args.trace]
-        if args.output.endswith(".html"):
+        if args.output is not None:
             save_page(timelines, args.output)
         elif len(timelines) > 1:
             raise ValueError("only a page can show two traces: pass -o timeline.html")
-        elif args.output:
-            draw(timelines[0], args.output)
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    if not args.output:
+    if args.output is None:
         print(render(timelines[0], shutil.get_terminal_size((100, 24)).columns))
 
 

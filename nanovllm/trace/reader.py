@@ -1,4 +1,4 @@
-"""Converts the events that timeline.py writes to steps, which text, plot and page show."""
+"""Converts the events that timeline.py writes to steps, which text and page show."""
 
 import json
 from pathlib import Path

@@ -88,7 +88,7 @@ class Recorder(Feature):
         self.timeline.mark_time("start")
         self.new_seqs: set[Sequence] = set()  # admitted in this step
         self.preempted: dict[int, Facts] = {}  # lane -> the sequence, in this step
-        self.logits: list[Tensor] = []  # the parts of the logits that are sampled
+        self.logits: list[Tensor] = []  # the model's own, in parts, if a grammar changes them
         self.choices: dict[Sequence, Facts] = {}  # those that grammars leave
 
     def planned(self, step: Step) -> None:
@@ -103,17 +103,19 @@ class Recorder(Feature):
             # Otherwise the forward pass would be measured as sampling.
             torch.cuda.synchronize(logits.device)
         self.timeline.mark_time("forward")
-        self.logits.append(logits)
+        if any([has_grammar(seq) for seq in step.seqs]):
+            self.logits.append(logits)
         return logits
 
     def processed(self, rows: list[Sequence], logits: Tensor) -> Tensor:
         """Record what grammars leave to the model."""
-        if any([seq.params.structured_outputs is not None for seq in rows]):
+        if self.logits:
             preferred = torch.cat(self.logits)
+            self.logits = []
             allowed = apply_penalties(logits, rows)  # as in the step itself, which bans stop tokens
             for row, seq in enumerate(rows):
                 is_first = seq not in self.choices  # other rows follow draft tokens
-                if seq.params.structured_outputs is not None and is_first:
+                if has_grammar(seq) and is_first:
                     self.choices[seq] = describe_choice(preferred[row], allowed[row])
         return logits
 
@@ -223,6 +225,10 @@ class Recorder(Feature):
             block = manager.blocks[block_table[index]]
             described.append((block.block_id, block.is_cached, f"{seq.block_hashes[index]:032x}"))
         return described
+
+
+def has_grammar(seq: Sequence) -> bool:
+    return seq.params.structured_outputs is not None
 
 
 def describe_choice(logits: Tensor, processed: Tensor) -> Facts:

@@ -21,7 +21,7 @@ write replaces the closing bracket. What happens in the engine is described by r
 import json
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from nanovllm.text.vocabulary import Vocabulary
 from nanovllm.trace.step import BLOCK_STATES, Facts, TracedStep
@@ -46,6 +46,27 @@ def make_event(category: str, track: int, name: str, facts: Facts, **when: int) 
         "args": facts,
         **when,
     }
+
+
+def make_works(step: TracedStep, **when: int) -> Iterator[Event]:
+    for lane, work in step.lanes.items():
+        name = f"{work['kind']} {work['request_id']}"
+        yield make_event("work", lane + 1, name, work, **when)
+
+
+def make_preemptions(step: TracedStep, start: int) -> Iterator[Event]:
+    for lane, seq in step.preempted.items():
+        name = f"preempted {seq['request_id']}"
+        yield make_event("preemption", lane + 1, name, seq, ts=start)
+
+
+def make_counters(step: TracedStep, start: int, end: int) -> Iterator[Event]:
+    """Make counters of the state after a step, and of the second pool during it."""
+    for name, counters in COUNTERS.items():
+        numbers = {each: step.info[each] for each in counters}
+        yield make_event("counters", 0, name, numbers, ts=end)
+    if "window_pool" in step.info:
+        yield make_event("counters", 0, "window blocks", step.info["window_pool"], ts=start)
 
 
 class Timeline:
@@ -86,36 +107,37 @@ class Timeline:
 
         Its work and its preemptions get names from their `kind` and `request_id`.
         """
+        start = self.times["start"]
+        end = self.times["sample"]
+        phases = list(self._make_phases())
+        events = [
+            self._make_step(step, phases, ts=start, dur=end - start),
+            *phases,
+            *make_works(step, ts=start, dur=end - start),
+            *make_preemptions(step, start),
+            *make_counters(step, start, end),
+        ]
+        self.last = step.info
+        self.num_steps += 1
+        self.write(events)  # last, so that an interrupt that follows finds the state above
+
+    def _make_phases(self) -> Iterator[Event]:
+        start = self.times["start"]
+        for name in PHASES:
+            end = self.times[name]
+            yield make_event("phase", 0, name, {}, ts=start, dur=end - start)
+            start = end
+
+    def _make_step(self, step: TracedStep, phases: list[Event], **when: int) -> Event:
         info: Facts = {"step": self.num_steps, "is_reset": not self.last}
         info["texts"] = self._name_tokens(step.lanes.values())
         for name, value in step.info.items():
             if not isinstance(value, list) or value != self.last.get(name):
                 info[name] = value
-        start = self.times["start"]
-        span = {"ts": start, "dur": self.times["sample"] - start}
+        for phase in phases:
+            info[f"{phase['name']}_ms"] = phase["dur"] / 1e3
         noun = "token" if info["num_tokens"] == 1 else "tokens"
-        title = f"{info['kind']}: {info['num_tokens']} {noun}"
-        events = [make_event("step", 0, title, info, **span)]
-        for name in PHASES:
-            stop = self.times[name]
-            info[f"{name}_ms"] = (stop - start) / 1e3
-            events.append(make_event("phase", 0, name, {}, ts=start, dur=stop - start))
-            start = stop
-        for lane, work in step.lanes.items():
-            name = f"{work['kind']} {work['request_id']}"
-            events.append(make_event("work", lane + 1, name, work, **span))
-        for lane, seq in step.preempted.items():
-            name = f"preempted {seq['request_id']}"
-            events.append(make_event("preemption", lane + 1, name, seq, ts=span["ts"]))
-        for name, counters in COUNTERS.items():
-            numbers = {each: info[each] for each in counters}
-            events.append(make_event("counters", 0, name, numbers, ts=start))
-        if "window_pool" in info:
-            pool = info["window_pool"]
-            events.append(make_event("counters", 0, "window blocks", pool, ts=span["ts"]))
-        self.last = step.info
-        self.num_steps += 1
-        self.write(events)  # last, so that an interrupt that follows finds the state above
+        return make_event("step", 0, f"{info['kind']}: {info['num_tokens']} {noun}", info, **when)
 
     def _name_tokens(self, works: Iterable[Facts]) -> dict[int, str]:
         """Return the texts of tokens of this step that no earlier step has written."""

@@ -35,13 +35,11 @@ OPTIONS: dict[str, Any] = {
     "max_num_batched_tokens": 32,
     "max_num_seqs": 4,
 }
-# The steps of the first policy that are shown, with the ids of the blocks to look at.
-SHOWN_BLOCKS = {3: [3, 7, 14], 4: [14]}
-REMARK = """\
-  Blocks 0 to 3 hold all tokens of B, but B's last token must be computed for its
-  logits. Block 7 is therefore a duplicate of block 3.
-  Block 14 has 3 of its 4 tokens, because the token budget is used up. The next
-  step fills and caches it."""
+SHOWN_STEPS = (3, 4)  # of the first policy
+REMARK = """
+A block is cached if it is full and no duplicate. B's prompt is in the cache, but its last token
+must be computed for its logits, so its last block is a duplicate. The token budget cuts the prompt
+of C in step 3, and step 4 fills the block that is cut."""
 
 
 def show_scheduling(model: str) -> list[list[TracedStep]]:
@@ -79,13 +77,13 @@ def serve(engine: LLMEngine) -> None:
 
 
 class StepPrinter(Feature):
-    """Prints the steps of SHOWN_BLOCKS as the model receives them."""
+    """Prints SHOWN_STEPS as the model receives them."""
 
     number = -1  # of the step
 
     def prepared(self, step: Step, batch: Batch) -> Batch:
         self.number += 1
-        if self.number not in SHOWN_BLOCKS:
+        if self.number not in SHOWN_STEPS:
             return batch
         print(f"\nStep {self.number} as the model receives it (slot = block * 4 + position % 4)")
         for index, seq in enumerate(step.seqs):
@@ -95,12 +93,9 @@ class StepPrinter(Feature):
             print(f"  {name}: {num_cached} tokens in the KV cache, {end - start} to compute")
             print(f"     block_table  {seq.block_table}")
             print(f"     slot_mapping {batch.slot_mapping[start:end].tolist()}")
-        for block_id in SHOWN_BLOCKS[self.number]:
-            block = self.scheduler.block_manager.blocks[block_id]
-            state = "not cached"
-            if block.is_cached:
-                state = f"cached, hash {block.hash:032x}, tokens {block.token_ids}"
-            print(f"  block {block_id}: {state}")
-        if self.number == min(SHOWN_BLOCKS):
+            blocks = self.scheduler.block_manager.blocks
+            uncached = [each for each in seq.block_table if not blocks[each].is_cached]
+            print(f"     not cached   {uncached}")
+        if self.number == SHOWN_STEPS[-1]:
             print(REMARK)
         return batch

@@ -83,11 +83,11 @@ def test_beams_share_their_past(beams):
 
 def test_the_tokens_of_a_beam_are_committed(beams):
     llm, _ = beams
-    search = BeamSearch([3], 2, 2, 1.0, frozenset())
+    (prompt,) = llm.prepare_prompts([[3]], SamplingParams(logprobs=0))
+    search = BeamSearch(prompt, 2, 2, 1.0, frozenset())
     search.finished = [Beam([5, 6], [{5: -1.0}, {6: -0.5}], -1.5, "length")]
-    prompts = llm.prepare_prompts([[3]], SamplingParams(logprobs=0))
-    requests = llm.input_processor.make_requests(prompts, frozenset(), {})
-    outputs = make_outputs(search, requests)
+    requests = llm.input_processor.make_requests([prompt], frozenset(), {})
+    outputs = make_outputs(search, lambda *_, **options: requests)
     assert outputs[0]["cumulative_logprob"] == -1.5
     requests[0].roll_back()
     assert requests[0].output() == outputs[0]

@@ -5,6 +5,7 @@ import torch
 from conftest import check_invariants, find_feature, generate_ids, greedy, random_prompt
 
 from nanovllm import SamplingParams
+from nanovllm.features.speculation.costs import StepCosts
 from nanovllm.features.speculation.drafts import Drafts
 
 PROMPTS = [random_prompt(length, length) for length in (1, 2, 9, 23, 40)]
@@ -63,7 +64,7 @@ def test_they_match_transformers(tiny, make_llm, check, options):
 def test_a_scored_request_can_have_drafts(tiny, make_llm, check):
     _, oracle = tiny
     llm = make_llm(num_speculative_tokens=3, max_num_seqs=4)
-    find_feature(llm, Drafts).costs.with_drafts = [1e-9] * 20  # every draft pays
+    find_feature(llm, Drafts).costs = StepCosts(1.0, 1.0, per_token=0.0)
     (output,) = llm.generate([60], SCORING, use_tqdm=False)
     assert llm.stats["num_draft_tokens"] > 0
     assert output["token_ids"] == oracle([60], 6)

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 
 import jsonschema
 import numpy as np
@@ -10,16 +11,10 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from nanovllm import SamplingParams, StructuredOutputsParams
 from nanovllm.features.structured_outputs import grammars, schemas
-from nanovllm.features.structured_outputs.grammar_writer import (
-    allow_reasoning,
-    explain,
-    make_grammar,
-)
-from nanovllm.features.structured_outputs.schemas import FORMATS, UNHELD, write_schema
+from nanovllm.features.structured_outputs.grammar_writer import allow_reasoning, make_grammar
+from nanovllm.features.structured_outputs.schemas import write_schema
 
 TOKENIZER = LLTokenizer("byte")
-DRAFTS = [f"http://json-schema.org/draft-0{version}/schema#" for version in (4, 6, 7)]
-DRAFTS += [f"https://json-schema.org/draft/{date}/schema" for date in ("2019-09", "2020-12")]
 
 
 def compile(**outputs):
@@ -31,7 +26,7 @@ def compile_outputs(outputs):
     matcher = LLMatcher(TOKENIZER, make_grammar(outputs), log_level=0, limits=limits)
     matcher.compute_bitmask()
     if matcher.is_error():
-        raise ValueError(explain(matcher.get_error()))
+        raise ValueError(matcher.get_error())
     return matcher
 
 
@@ -79,6 +74,10 @@ def test_numbers_obey_their_bounds():
     num_compiled = num_texts = 0
     for _ in range(300):
         schema = make_number_schema(rng)
+        nodes = [schema, *schema.get("allOf", [])]
+        bounds = [node[key] for node in nodes for key in schemas.BOUNDS if key in node]
+        if len(set(map(int, bounds))) < len(bounds):
+            continue  # see test_a_fault_of_llguidance
         try:
             matcher = compile(json=schema)
         except ValueError:
@@ -108,8 +107,6 @@ def make_object_schema(rng, depth=0):
     schema["required"] = rng.sample(["a", "b", "c"], rng.randint(0, 2))
     schema["additionalProperties"] = rng.choice([False, False, True, {"const": 2}])
     schema["patternProperties"] = make_values(["^a", "^(a|b)", "^[ab]+$", "^c", "b$"], 2)
-    if rng.random() < 0.2:
-        schema[rng.choice(["minProperties", "maxProperties"])] = rng.randint(0, 3)
     return schema
 
 
@@ -147,8 +144,8 @@ def test_objects_are_valid_and_never_stuck():
         ({"enum": [1, 2**64]}, "enum"),
         ({"properties": {"a": {"items": {"minimum": 2**53 + 1}}}}, "minimum"),
         ({"maximum": 2**63 - 1}, "maximum"),
-        ({"type": "integer", "maximum": 2**60 + 1}, "maximum"),
-        ({"type": "integer", "exclusiveMaximum": 2**63 - 1}, "exclusiveMaximum"),
+        ({"type": "integer", "exclusiveMaximum": 2**53 + 2}, "exclusiveMaximum"),
+        ({"type": "number", "maximum": 3.4028234663852886e38}, "maximum"),
         ({"multipleOf": 10**30}, "multipleOf"),
         ('{"const": 1e999}', "const"),
         ('"text"', "a JSON schema"),
@@ -157,7 +154,7 @@ def test_objects_are_valid_and_never_stuck():
 )
 def test_a_number_that_would_be_rounded_is_named(schema, name):
     for is_strict in (True, False):
-        with pytest.raises(ValueError, match=f"^{name} ") as caught:
+        with pytest.raises(ValueError, match=rf"^{name}\b") as caught:
             write_schema(schema, {}, is_strict)
         assert len(str(caught.value)) < 120
 
@@ -171,10 +168,9 @@ CLOSED = {"type": "object", "properties": {"a": {}, "b": {}}, "additionalPropert
         ({"const": 9007199254740992}, "9007199254740992", "9007199254740993"),
         ({"enum": [2**53 - 1, 0.1]}, "9007199254740991", "9007199254740990"),
         ({"type": "integer", "maximum": 2**53}, "9007199254740992", "9007199254740993"),
-        ({"type": "integer", "maximum": 2**63 - 1}, str(2**63 - 1), str(2**63)),
-        ({"type": "integer", "minimum": 2**60, "maximum": 2**62}, str(2**60), str(2**60 - 1)),
         ({"type": "integer", "minimum": 0.5}, "1", "0"),
         ({"type": "number", "exclusiveMinimum": 0, "maximum": 1}, "0.5", "0"),
+        ({"type": "array", "uniqueItems": False, "maxItems": 2}, "[1,1]", "[1,1,1]"),
         ({"const": True}, "true", "1"),
         ({"properties": {"maximum": {"const": 1}}}, '{"maximum":1}', '{"maximum":2}'),
         ({"const": "\x01"}, '"\\u0001"', '"\\u0002"'),
@@ -200,23 +196,6 @@ def test_blank_lines_of_a_grammar_take_no_time():
     assert allows(compile(grammar=100_000 * "\n" + 'start: "a"'), "a")
 
 
-def test_the_tables_are_what_llguidance_says():
-    """Each key of each draft, and each format that Pydantic and zod write."""
-
-    def holds(schema):
-        grammar = LLMatcher.grammar_from_json_schema({"type": ["object", "string"], **schema})
-        return not LLMatcher.validate_grammar(grammar).count("Unimplemented" if key else "Unknown")
-
-    validators = [jsonschema.validators.validator_for({"$schema": url}) for url in DRAFTS]
-    assert len(set(validators)) == len(DRAFTS)
-    for key in {key for each in validators for key in each.VALIDATORS} | set(UNHELD):
-        assert holds({key: {}}) == (key not in UNHELD), key
-    others = "path binary password regex json-pointer idn-email uri-reference base64 cuid lowercase"
-    key = None
-    for name in FORMATS | set(others.split()):
-        assert holds({"format": name}) == (name in FORMATS), name
-
-
 NAMES = {"type": "object", "properties": {"a": {}, "b": {}}}
 # A value of a key that no grammar holds, and text that it forbids.
 UNHELD_SCHEMAS = {
@@ -237,18 +216,11 @@ UNHELD_SCHEMAS = {
         {"patternProperties": {r"^\d$": {"type": "string"}, "^[0-9]$": {"maxLength": 1}}},
         '{"1":5}',
     ),
-    "minProperties": ({**NAMES, "minProperties": 1}, "{}"),
-    "minProperties 2": ({"type": "object", "minProperties": 2}, '{"a":1}'),
-    "maxProperties": ({**NAMES, "maxProperties": 0}, '{"a":1}'),
-    "minimum": ({"type": "integer", "minimum": -(2**63)}, str(-(2**64))),
-    "maximum": ({"type": "number", "maximum": 3.4028234663852886e38}, "9" * 50),
-    "exclusiveMinimum": ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, "0"),
+    "min/maxProperties": ({**NAMES, "maxProperties": 0}, '{"a":1}'),
     "oneOf": ({"oneOf": [{"minimum": 0}, {"maximum": 5}]}, "3"),
-    "min/maxProperties": ({"allOf": [NAMES, {"maxProperties": 1}]}, '{"a":1,"b":2}'),
 }
 
 
-@pytest.mark.filterwarnings("ignore:.* is ignored:RuntimeWarning")
 @pytest.mark.parametrize("name", UNHELD_SCHEMAS)
 def test_a_key_that_no_grammar_holds_is_rejected_if_strict_and_else_dropped(name):
     key = name.split()[0]
@@ -269,15 +241,6 @@ def test_a_key_that_no_grammar_holds_is_rejected_if_strict_and_else_dropped(name
         assert not validator.is_valid({"x": json.loads(text)})
 
 
-def test_a_key_that_is_dropped_is_named_once_and_alone():
-    schema = {"type": "array", "uniqueItems": True, "default": [{"not": 1}], "maxItems": 1}
-    with pytest.warns(RuntimeWarning, match="uniqueItems .* is ignored") as caught:
-        text = write_schema({"properties": {"not": schema, "a": schema}}, {}, is_strict=False)
-    assert len({str(each.message) for each in caught}) == 1
-    kept = {"type": "array", "default": [{"not": 1}], "maxItems": 1}
-    assert json.loads(text)["properties"] == {"not": kept, "a": kept}
-
-
 def test_annotations_are_ignored():
     schema = {"$schema": "https://json-schema.org/draft-07/schema#", "deprecated": True}
     schema |= {"title": "x", "discriminator": {"propertyName": "kind"}, "x-order": 1}
@@ -288,8 +251,8 @@ def test_annotations_are_ignored():
 @pytest.mark.parametrize(
     "schema, text",
     [
-        # The exclusive bound and one with the same integer part are in two nodes.
-        ({"type": "number", "allOf": [{"exclusiveMinimum": 0}, {"maximum": 0.5}]}, "0"),
+        # An exclusive bound counts as inclusive if another one has the same integer part.
+        ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, "0"),
         # The product is 2**32 + 1.
         ({"type": "integer", "allOf": [{"multipleOf": 641}, {"multipleOf": 6700417}]}, "2"),
         # No name is left after the comma, so the text cannot end.
@@ -302,8 +265,8 @@ def test_annotations_are_ignored():
             },
             '{"a":1,',
         ),
-        # A name that the schema does not list comes twice.
-        ({"type": "object", "additionalProperties": {"const": 1}}, '{"a":1,"a":1}'),
+        # A name that the schema does not list counts twice.
+        ({"type": "object", "minProperties": 2}, '{"a":1,"a":1}'),
     ],
 )
 def test_a_fault_of_llguidance(schema, text):
@@ -359,34 +322,20 @@ def test_thoughts_come_before_a_constraint(is_open, outputs, text):
 @pytest.mark.parametrize(
     "outputs, message",
     [
-        ({"regex": r"[^\s\S]"}, "no text matches"),
-        (
-            {"grammar": "start: a\na: /(/"},
-            'line 2: invalid regex "(" (in regex): regex parse error: ( error: unclosed group',
-        ),
-        ({"json": {"pattern": r"\p{Some}"}}, r"regex parse error: \p{Some} error: "),
         ({"json": {"type": "foo"}}, "Invalid type: foo"),
-        (
-            {"json": {"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 1}]}},
-            "oneOf constraints are not supported. ",
-        ),
-        ({"json": {"$ref": "http://x/y"}}, "Resource 'http://x/y' is not present "),
-        ({"grammar": 'start: "a" b\nb: c'}, 'line 2: unknown name: "c"'),
-        ({"grammar": "no rules"}, "line 1: Expected token ':', found 'rule_name' "),
+        ({"json": {"oneOf": [{"type": "string"}, {"const": "a"}]}}, "oneOf constraints are not"),
+        ({"json": {"$ref": "http://x/y"}}, "Resource 'http://x/y' is not present"),
+        ({"grammar": 'start: "a" b\nb: c'}, 'at 2(4): unknown name: "c"'),
     ],
     ids=str,
 )
-def test_an_error_is_about_what_the_client_wrote(outputs, message):
+def test_an_error_of_llguidance_is_passed_on(outputs, message):
     for each in (
         StructuredOutputsParams(**outputs),
         allow_reasoning(StructuredOutputsParams(**outputs), is_open=True),
     ):
-        if message == "no text matches" and each.grammar is not None:
-            continue  # thoughts match
-        with pytest.raises(ValueError) as caught:
+        with pytest.raises(ValueError, match=re.escape(message)):
             compile_outputs(each)
-        assert str(caught.value).startswith(message)
-        assert "start:" not in str(caught.value), "a line that the client did not write"
 
 
 def test_null_fields_are_not_given():

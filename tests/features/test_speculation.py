@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from transformers import Qwen3Config, Qwen3MoeConfig
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams, trace
-from nanovllm.config import Config
+from nanovllm.config import MAX_DRAFT_STEP, Config
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.scheduler import PrefillFirstScheduler, Scheduler
 from nanovllm.engine.sequence import Sequence
@@ -38,7 +38,7 @@ from nanovllm.kernels.cpu import attention as cpp
 from nanovllm.layers import attention as torch_backend
 from nanovllm.worker.state_slots import StateSlots
 
-FREE = [0.0, *[1.0] * 256]  # costs of steps in which drafts cost nothing
+FREE = StepCosts(1.0, 1.0, per_token=0.0)  # drafts cost nothing
 
 
 def make_scheduler(drafts, block_manager, policy=Scheduler, has_states=False, **limits):
@@ -57,7 +57,7 @@ def make_scheduler(drafts, block_manager, policy=Scheduler, has_states=False, **
 def draft_freely(drafts, propose):
     """Draft whatever `propose` returns for the tokens of a sequence and a number of tokens."""
     drafts.max_draft_len = 7
-    drafts.costs = StepCosts(FREE, FREE)
+    drafts.costs = FREE
     drafts.make_proposer = lambda token_ids: SimpleNamespace(propose=partial(propose, token_ids))
 
 
@@ -128,7 +128,7 @@ def test_nan_logits_with_a_draft_are_recomputed_without_it():
     """Attention multiplies masked values by 0, so NaN of a draft token reaches those before it."""
     manager = BlockManager(9, 4)
     drafts = draft_sevens()
-    drafts.costs.with_drafts = [0.0, *[0.1] * 16]
+    drafts.costs = StepCosts(1.0, 0.1, per_token=0.0)
     scheduler = make_scheduler(drafts, manager, max_num_seqs=1, max_num_batched_tokens=16)
     seq = Sequence(0, [1, 2], SamplingParams())
     scheduler.add(seq)
@@ -181,7 +181,7 @@ def test_a_rejected_draft_stalls_no_other_decode(policy):
 def test_random_loads(loads, policy, num_blocks, max_draft_len):
     """Drafts change no token, and blocks with rejected tokens are never listed."""
     manager = BlockManager(num_blocks, 2)
-    drafts = make_drafts(max_draft_len, StepCosts(FREE, FREE))
+    drafts = make_drafts(max_draft_len, FREE)
     limits = {"max_num_seqs": 3, "max_num_batched_tokens": 12}
     scheduler = make_scheduler(drafts, manager, policy, **limits)
     seqs = []
@@ -311,11 +311,11 @@ def make_drafts(max_draft_len, costs):
     return drafts
 
 
-def choose(decodes, costs=FREE, budget=100, context_cost=0.0):
+def choose(decodes, costs=FREE, budget=100):
     step = Step()
     for seq, _ in decodes:
         step.add(seq, num_tokens=1, num_logits=1)
-    drafts = make_drafts(4, StepCosts(costs, costs, context_cost))
+    drafts = make_drafts(4, costs)
     drafts.proposals = dict(decodes)
     chosen = drafts.choose(step, len(step.seqs) + budget)
     return [chosen.get(seq, []) for seq in step.seqs]
@@ -325,10 +325,9 @@ def choose(decodes, costs=FREE, budget=100, context_cost=0.0):
     "options, expected",
     [
         ({}, [[2, 3, 1, 2], [2, 3, 1, 2]]),  # free, so all of them
-        ({"costs": [1.0 + n / 4 for n in range(65)]}, [[2, 3, 1, 2], []]),
-        ({"costs": FREE[:4]}, [[2], []]),  # the cost of a step of 4 tokens is not known
+        ({"costs": StepCosts(1.0, 1.0, per_token=0.25)}, [[2, 3, 1, 2], []]),
+        ({"costs": StepCosts(1.0, 5.0, per_token=0.0)}, [[], []]),  # a decode has a CUDA graph
         ({"budget": 3}, [[2, 3, 1], []]),
-        ({"context_cost": 1.0}, [[], []]),  # each draft token attends to the whole context
     ],
     ids=str,
 )
@@ -340,19 +339,10 @@ def test_drafts_that_pay(options, expected):
         assert proposal.token_ids == [2, 3, 1, 2], "also without a draft, to learn from it"
 
 
-def test_the_cost_of_a_large_step_is_not_that_of_a_small_one():
-    """A chunk beside a decode has more tokens than any step of `plain`."""
-    chunk, _ = make_decode(0.9)
-    decode, proposal = make_decode(0.9)
-    step = Step()
-    step.add(chunk, num_tokens=8, num_logits=0)
-    step.add(decode, num_tokens=1, num_logits=1)
-    by_tokens = [float(n) for n in range(65)]
-    drafts = make_drafts(4, StepCosts(by_tokens[:3], by_tokens))
-    drafts.proposals = {decode: proposal}
-    assert drafts.choose(step, 100)[decode] == [2, 3, 1, 2], (
-        "four tokens of nine more for one of nine"
-    )
+def test_a_step_with_drafts_has_a_limited_size():
+    """Its logits are part of the profile run."""
+    chosen = choose([make_decode(1.0) for _ in range(100)], budget=1000)
+    assert len(chosen) + sum(map(len, chosen)) == MAX_DRAFT_STEP
 
 
 @pytest.mark.parametrize(
@@ -376,30 +366,30 @@ def test_acceptance_rates_are_learned():
     assert proposal.acceptance_rate == pytest.approx(0.9 - 0.5 * 0.9**3), "judges one token"
 
 
-def test_costs_of_steps_are_measured(monkeypatch):
-    """On a worker whose steps take 10 seconds, one for each token, and 0.01 for its context."""
+@pytest.mark.parametrize("max_num_batched_tokens", [2, 12, 100])
+def test_costs_of_steps_are_measured(monkeypatch, max_num_batched_tokens):
+    """On a worker whose steps take 10 seconds, 5 more without a CUDA graph, and one per token."""
     clock = [0.0]
     monkeypatch.setattr(timeit, "repeat", partial(timeit.repeat, timer=lambda: clock[0]))
 
     def execute(batch):
-        clock[0] += 10.0 + len(batch.input_ids) + 0.01 * int(batch.positions.sum())
+        num_tokens = len(batch.input_ids)
+        assert num_tokens <= max_num_batched_tokens
+        clock[0] += 10.0 + num_tokens + (5.0 if batch.max_seqlen_q > 1 else 0.0)
         return torch.zeros(len(batch.logits_indices), 1)
 
     worker = SimpleNamespace(
         execute=execute,
         compute_logits=lambda hidden: hidden,
-        num_lanes=3,
         block_size=4,
         block_table_width=16,
-        max_num_batched_tokens=100,
+        max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=64,
         num_window_blocks=0,
     )
     costs = measure_costs(worker, max_draft_len=4)
-    assert costs.plain == pytest.approx([0.0, 11.0, 12.0, 13.0])
-    assert len(costs.with_drafts) == 1 + 3 * (1 + 4)
-    assert costs.with_drafts[2] == pytest.approx(12.01)  # two tokens of one sequence
-    assert costs.per_context_token == pytest.approx(0.01, rel=0.1)
+    fixed = 10.0 if max_num_batched_tokens == 2 else 15.0
+    assert costs == StepCosts(10.0, fixed, per_token=1.0)
 
 
 def test_the_backend_limits_drafts(make_llm, monkeypatch):

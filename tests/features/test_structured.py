@@ -407,7 +407,7 @@ HOSTILE = {
 
 def test_what_a_compilation_exceeds_is_named(llm, monkeypatch):
     rules = "\n".join(f"r{i}: r{i + 1} r{i + 1}" for i in range(1000))
-    with pytest.raises(ValueError, match="structured_outputs: too complex .*too deeply"):
+    with pytest.raises(ValueError, match=r"structured_outputs: too complex .*\(exit code -11"):
         run(llm, {"grammar": f'start: r0\n{rules}\nr1000: "a"'})
     monkeypatch.setattr(grammars, "CHECK_SECONDS", 600)  # other tests may use all cores
     with pytest.raises(ValueError, match="more than 2 seconds of CPU time.*: simplify it"):
@@ -451,12 +451,12 @@ def test_hostile_grammar_costs_its_own_request(llm, expected, name):
 def test_exceeded_limits_end_the_request_with_an_error(llm, expected):
     prompts, params = mixed_batch()
     hostile = SamplingParams(max_tokens=200, seed=1, structured_outputs=HOSTILE["letters"])
-    problem = r"its structured_outputs are too complex \(the work on a token\): simplify them"
+    problem = "llguidance ends its structured_outputs: lexer error: too many expressions"
     with pytest.warns(RuntimeWarning, match=problem):
         outputs = llm.generate([prompts[3], "a"], [params[3], hostile], use_tqdm=False)
     assert outputs[0]["token_ids"] == expected[3]
     assert outputs[1]["finish_reason"] == "error"
-    assert re.fullmatch(problem, outputs[1]["error"])
+    assert outputs[1]["error"].startswith(problem)
     assert outputs[0]["error"] is None
     assert 0 not in outputs[1]["token_ids"], "an empty mask samples nothing"
 
@@ -503,14 +503,14 @@ def test_without_eos_no_token_ends_a_text(llm):
 
 def test_token_that_the_grammar_forbids_is_an_error(llm, monkeypatch):
     monkeypatch.setattr(grammars, "apply_grammars", lambda rows, logits: logits)
-    with pytest.warns(RuntimeWarning, match="structured_outputs allow no way to continue"):
+    with pytest.warns(RuntimeWarning, match="structured_outputs: .* doesn't satisfy the grammar"):
         assert run(llm, {"regex": "q{200}"})["finish_reason"] == "error"
 
 
 @pytest.mark.parametrize(
     "kind",
     [
-        {"json": {"type": "foo"}},
+        {"json": {"type": "foo", "title": 10**5 * "x"}},
         {"json": "{"},
         {"json": {"type": "string", "minLength": 3, "maxLength": 2}},
         {"json": {"not": {}}},
@@ -529,12 +529,12 @@ def test_token_that_the_grammar_forbids_is_an_error(llm, monkeypatch):
 def test_invalid_grammar_is_rejected(llm, kind):
     with pytest.raises(ValueError, match="structured_outputs: ") as caught:
         run(llm, kind)
-    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400
     assert not llm.requests
 
 
 def test_an_error_names_the_line_of_the_grammar(llm):
-    with pytest.raises(ValueError, match='line 2: unknown name: "c"$'):
+    with pytest.raises(ValueError, match=r'at 2\(4\): unknown name: "c"'):
         run(llm, {"grammar": 'start: "a" b\nb: c'})
     with pytest.raises(ValueError, match=r"structured_outputs: pattern '\(': a group is unclosed$"):
         run(llm, {"regex": "("})

@@ -20,7 +20,6 @@ from nanovllm.features.speculation.costs import StepCosts
 from nanovllm.features.speculation.drafts import Drafts
 
 POOL = {"num_kvcache_blocks": 200, "kvcache_block_size": 4}
-FREE = [0.0, *[1.0] * 300]  # costs of steps in which drafts cost nothing
 NAN_TOKEN = 96
 
 
@@ -48,7 +47,7 @@ def test_the_next_turn_of_a_chat_reuses_all_full_blocks(gemma, num_drafts):
     history = []
     with LLM(path, num_speculative_tokens=num_drafts, **POOL) as llm:
         if num_drafts:
-            find_feature(llm, Drafts).costs = StepCosts(FREE, FREE)
+            find_feature(llm, Drafts).costs = StepCosts(1.0, 1.0, per_token=0.0)
         for turn in range(3):
             num_computed = max(0, len(history) - 1)  # the last token has no K/V
             history += random_prompt(turn, 30)

@@ -36,8 +36,6 @@ from nanovllm.utils.helpers import cdiv
 from nanovllm.worker.cache_plan import CachePlan, CacheUnits
 from nanovllm.worker.worker import Worker
 
-FREE = [0.0] + [1.0] * 300  # costs of steps with which all drafts pay
-
 
 class Simulation:
     """A scheduler with a second pool of the planned size, and tokens in place of K/V."""
@@ -67,7 +65,7 @@ class Simulation:
         self.scheduler = POLICIES[policy](blocks, num_lanes, budget)
         self.drafts = Drafts()
         self.drafts.max_draft_len = draft_len
-        self.drafts.costs = StepCosts(FREE, FREE)
+        self.drafts.costs = StepCosts(1.0, 1.0, per_token=0.0)
         self.windows = Windows()
         executor = SimpleNamespace(worker=worker)
         assert self.windows.start(SimpleNamespace(executor=executor, scheduler=self.scheduler))

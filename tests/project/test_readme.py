@@ -48,8 +48,8 @@ def test_first_command_is_the_example(printed):
         "t-e-n-a-l-p",
         r"[1-9]\d* of \d+ prompt tokens from the prefix cache",
         "num_decode_tokens",
-        "block 14: not cached",
-        "block 14: cached",
+        r"not cached   \[14, 15\]",
+        r"not cached   \[15\]",
         "timeline.html",
     ):
         assert re.search(pattern, printed), pattern

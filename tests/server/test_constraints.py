@@ -125,16 +125,13 @@ FIELDS = {
         "propertyNames",
         {"a": 1.5},
     ),
-    "int64": ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, "minimum", 7),
     "discriminated union": ({"oneOf": [{"$ref": "#/$defs/a"}, {"type": "null"}]}, "oneOf", 1),
     # As zod writes them.
     "z.email()": ({"type": "string", "format": "email", "pattern": EMAIL}, "pattern", "a@b.co"),
-    "z.float32()": ({"type": "number", "maximum": 3.4028234663852886e38}, "maximum", 0.5),
     "z.never()": ({"not": {}}, "not", 1),
 }
 
 
-@pytest.mark.filterwarnings("ignore:.* is ignored:RuntimeWarning")
 @pytest.mark.parametrize("name", FIELDS)
 def test_everyday_fields_are_accepted_unless_they_are_strict(llm, name):
     field, key, value = FIELDS[name]
@@ -347,7 +344,7 @@ def test_a_limit_of_the_grammar_is_an_error_in_words(monkeypatch):
     assert whole.status_code == 400
     error = whole.json()["error"]
     assert error["type"] == "invalid_request_error"
-    assert error["message"].endswith("too complex (the states of the lexer): simplify them")
+    assert "too many states" in error["message"]
     assert streamed.status_code == 200
     *events, last, end = streamed.text.strip().split("\n\n")
     assert json.loads(last.removeprefix("data: "))["error"] == error

@@ -195,10 +195,10 @@ def make_format(**schema):
         ("structured_outputs", {"structured_outputs": {"json": {"type": "foo"}}, "tools": []}),
     ],
 )
-def test_an_invalid_schema_is_an_error_of_what_the_client_wrote(llm, param, body):
+def test_an_invalid_schema_is_an_error_of_its_parameter(llm, param, body):
     error = reject(llm, body, True)
     assert error.param == param
-    assert re.fullmatch(rf"{param}: invalid.*Invalid type: foo", error.message)
+    assert re.match(rf"{param}: invalid.*Invalid type: foo", error.message)
 
 
 def test_a_schema_that_nests_too_deeply_is_an_error_of_the_tools(llm):

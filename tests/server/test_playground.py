@@ -251,7 +251,7 @@ def test_the_scene_of_drafts_shows_some_soon():
     del options["random_model"]
     with LLM(DEMO_MODEL, **options) as llm:
         drafts = find_feature(llm, Drafts)
-        drafts.costs = StepCosts([0.0] + [1.0] * 20, [0.0] + [1.0] * 20)
+        drafts.costs = StepCosts(1.0, 1.0, per_token=0.0)
         llm.add_request(prompt, SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.0))
         for _ in range(3):
             llm.step()

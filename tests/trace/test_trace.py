@@ -1,4 +1,4 @@
-"""The trace file is valid after every step, matches the engine, and is shown as text and plot."""
+"""The trace file is valid after every step, matches the engine, and is shown as text."""
 
 import gc
 import json
@@ -232,7 +232,7 @@ def test_a_draft_token_that_ends_the_text_was_accepted(path):
             return answer[start : start + num_tokens]
 
         drafts = find_feature(llm, Drafts)
-        drafts.costs = StepCosts([0.0] + [1.0] * 20, [0.0] + [1.0] * 20)
+        drafts.costs = StepCosts(1.0, 1.0, per_token=0.0)
         drafts.make_proposer = lambda _: SimpleNamespace(propose=propose)
         before = llm.stats["num_accepted_tokens"]
         params = SamplingParams(**options, stop_token_ids=[stop])
@@ -255,7 +255,7 @@ def test_the_choice_of_a_grammar_is_recorded(path):
     preferred = []
     with LLM(DEMO_MODEL, trace=path, num_speculative_tokens=2, **SMALL) as llm:
         drafts = find_feature(llm, Drafts)
-        drafts.costs = StepCosts([0.0] + [1.0] * 20, [0.0] + [1.0] * 20)
+        drafts.costs = StepCosts(1.0, 1.0, per_token=0.0)
         sample = llm.model_runner.sample
 
         def sample_and_keep(logits, step):
@@ -312,7 +312,7 @@ def windows(tmp_path_factory):
 
         llm.model_runner.read = keep_state
         drafts = find_feature(llm, Drafts)
-        drafts.costs = StepCosts([0.0] + [1.0] * 20, [0.0] + [1.0] * 20)
+        drafts.costs = StepCosts(1.0, 1.0, per_token=0.0)
         generate_ids(llm, [*PROMPTS, random_prompt(5, 6) * 4], greedy(14))
         assert llm.stats["num_preemptions"]
         assert llm.stats["num_draft_tokens"]
@@ -349,7 +349,7 @@ def test_text_shows_the_second_pool(windows, recorded):
     assert "window" not in trace.render(trace.read(recorded), 1000)
 
 
-# --- Text and plot
+# --- Text
 
 
 @pytest.fixture(scope="module")
@@ -423,19 +423,6 @@ def test_text_is_ascii_and_fits(recorded):
             assert text.isascii()
             assert max(map(len, text.splitlines())) <= max(width, len("  lane 0 |"))
             assert text.count("lane 3") == 1
-
-
-def test_a_plot_without_matplotlib_names_the_extra(recorded, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    arguments = [str(recorded), "-o", str(tmp_path / "timeline.svg")]
-    assert "pip install 'nanovllm[plot]'" in reject(capsys, trace_main, arguments)
-
-
-def test_plot(recorded, tmp_path):
-    pytest.importorskip("matplotlib")
-    picture = tmp_path / "timeline.svg"
-    trace_main([str(recorded), "-o", str(picture)])
-    assert "<svg" in picture.read_text()
 
 
 # --- The command

@@ -142,7 +142,7 @@ def test_the_profile_run_ends_with_the_costliest_sampling(make_llm):
     assert max(len(seq.token_ids) for seq in step.seqs) == llm.max_model_len
     for seq in step.seqs:
         assert seq.params.penalizes
-        assert seq.params.filters
+        assert seq.params.has_filters
         assert seq.params.logprobs
         assert len(seq.token_ids) < seq.min_num_tokens
         assert seq.stop_token_ids

@@ -16,6 +16,7 @@ and can evict cached blocks. No sequence waits or is preempted for a draft.
 from dataclasses import dataclass, field
 from operator import attrgetter
 
+from nanovllm.config import MAX_DRAFT_STEP
 from nanovllm.engine.feature import Description, Feature
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.sequence import Sequence
@@ -94,9 +95,9 @@ class Drafts(Feature):
 
     serves = "num_speculative_tokens"
     can_overlap = False
+    make_proposer = PromptLookup  # for each sequence
 
-    def __init__(self, make_proposer: type[PromptLookup] = PromptLookup) -> None:
-        self.make_proposer = make_proposer
+    def __init__(self) -> None:
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
 
@@ -134,7 +135,7 @@ class Drafts(Feature):
     def choose(self, step: Step, max_num_tokens: int) -> dict[Sequence, list[int]]:
         """Choose drafts for a step, which has at most `max_num_tokens` with them."""
         num_tokens = sum(step.num_tokens)
-        budget = min(max_num_tokens, self.costs.max_num_tokens) - num_tokens
+        budget = min(max_num_tokens, MAX_DRAFT_STEP) - num_tokens
         drafts: dict[Sequence, list[int]] = {}
         if budget <= 0:
             return drafts

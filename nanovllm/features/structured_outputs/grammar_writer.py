@@ -1,4 +1,4 @@
-"""Writes constraints as grammars in llguidance's variant of Lark, and its errors as sentences."""
+"""Writes constraints as grammars in llguidance's variant of Lark."""
 
 import json
 import re
@@ -24,24 +24,6 @@ reasoning: REASONING /\n{0,2}/
 REASONING: /(?s:.*)<\/think>/ & ~/(?s:.*)<\/think>(?s:.+)/
 """
 EBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
-
-# What llguidance says about the limits of grammars.py, and what they limit.
-LIMIT_PHRASES = {
-    "too many expressions": "the work on a token",
-    "too many states": "the states of the lexer",
-    "Current row has": "the parser's items in a row",
-    "Too many items": "the parser's items in a step",
-}
-
-# Parts of llguidance's errors that do not help the client, and what they become, in this order.
-REWRITES = (
-    ("(?s)^NoExtension.*", "no text matches"),
-    (r"(?s)\n *\d+ \| .*", ""),  # the lines of the grammar that follow, such as "  1 | start: a"
-    (r"\n *\^+\n", " "),  # marks a place in the line above
-    (r"^(at )?(\d+\(\d+\): )*(\d+)\(\d+\): ", r"line \3: "),
-    # A schema is in a line that the client did not write.
-    (r"^line \d+: failed to compile JSON schema: ", ""),
-)
 
 
 @contextmanager
@@ -82,21 +64,3 @@ def allow_reasoning(outputs: StructuredOutputsParams, is_open: bool) -> Structur
     return StructuredOutputsParams(
         grammar=f"body: %lark {{ {rules}\n}}\nstart: {start} body{REASONING}"
     )
-
-
-def explain(error: str) -> str:
-    """Turn an error of llguidance into a sentence about the client's own grammar."""
-    limit = find_limit(error)
-    if limit is not None:
-        return f"too complex ({limit}): simplify it"
-    for pattern, replacement in REWRITES:
-        error = re.sub(pattern, replacement, error)
-    return " ".join(error.split())
-
-
-def find_limit(error: str) -> str | None:
-    """Return what an error of llguidance says that a grammar has exceeded."""
-    for phrase, limit in LIMIT_PHRASES.items():
-        if phrase in error:
-            return limit
-    return None

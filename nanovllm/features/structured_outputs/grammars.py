@@ -5,7 +5,6 @@ grammar_check.py. LIMITS bound what a step takes. A sample that exceeds them end
 """
 
 import os
-import signal
 import subprocess
 import sys
 from collections import deque
@@ -21,11 +20,7 @@ from torch import Tensor
 from nanovllm.engine.feature import Feature
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.sequence import Sequence
-from nanovllm.features.structured_outputs.grammar_writer import (
-    explain,
-    make_grammar,
-    naming_outputs,
-)
+from nanovllm.features.structured_outputs.grammar_writer import make_grammar, naming_outputs
 from nanovllm.features.structured_outputs.masks import GrammarConstraint, apply_grammars
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.vocabulary import Vocabulary
@@ -35,6 +30,7 @@ CPU_SECONDS = 2  # for the compilation of a grammar
 CHECK_SECONDS = 30  # for the process that compiles it, which waits for the cores of the engine
 LIMITS: Any = {"step_lexer_fuel": 50_000, "step_max_items": 50_000, "max_items_in_row": 10_000}
 MAX_LEXER_STATES = 50_000  # per sample
+MAX_ERROR_CHARS = 300  # because llguidance's errors quote the grammar
 
 
 class StructuredOutputs(Feature):
@@ -74,7 +70,7 @@ class StructuredOutputs(Feature):
         matcher = LLMatcher(self.guidance_tokenizer, grammar, log_level=0, limits=limits)
         matcher.compute_bitmask()
         if matcher.is_error():
-            raise ValueError(f"invalid or unsupported: {explain(matcher.get_error())}")
+            raise ValueError(f"invalid or unsupported: {matcher.get_error()[:MAX_ERROR_CHARS]}")
         return matcher
 
     @cached_property
@@ -145,14 +141,11 @@ class GrammarCheck:
                 ) from error
             finally:  # also after Ctrl-C
                 self.process.kill()
-        code = self.process.returncode
-        if code != 0:
-            reason = stderr.decode().strip().rpartition("\n")[2] or f"exit code {code}"
-            if code in (-signal.SIGKILL, -signal.SIGXCPU):  # which one depends on the system
-                reason = f"more than {CPU_SECONDS} seconds of CPU time"
-            elif code == -signal.SIGSEGV:
-                reason = "too many rules, or too deeply nested ones"
-            raise ValueError(f"too complex to compile ({reason}): simplify it")
+        if self.process.returncode != 0:
+            _, _, last_line = stderr.decode().strip().rpartition("\n")
+            problem = f"needs more than {CPU_SECONDS} seconds of CPU time, or nests too deeply"
+            code = f"exit code {self.process.returncode} {last_line}".strip()
+            raise ValueError(f"too complex to compile: {problem} ({code}): simplify it")
         checked_digests.append(self.digest)
 
     def cancel(self) -> None:

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from nanovllm.engine.request import Request
 from nanovllm.engine.sequence import Sequence
-from nanovllm.features.structured_outputs.grammar_writer import find_limit
 from nanovllm.outputs import FinishReason
 from nanovllm.packing import to_device
 
@@ -45,12 +44,7 @@ class GrammarConstraint:
 
     def explain_error(self) -> str | None:
         error = self.matcher.get_error()
-        if not error:
-            return None
-        limit = find_limit(error)
-        if limit is None:
-            return "its structured_outputs allow no way to continue its text"
-        return f"its structured_outputs are too complex ({limit}): simplify them"
+        return f"llguidance ends its structured_outputs: {error}" if error else None
 
     def compute_masks(self, seq: Sequence, num_rows: int) -> list[np.ndarray]:
         """Compute the mask of each row of logits. All rows but the first follow a draft token."""
