@@ -20,6 +20,9 @@ the list, in order, and know none of them by name:
 
 If steps overlap, `advanced` of a step comes before its `sampled` and `recorded`, and between these
 the next step is planned. A feature that cannot work in this way sets `can_overlap` to False.
+
+What belongs to a step is kept in `step.kept[self]`, and what belongs to a request in a dict by
+sequence, which `finished` and `reset` clean. What may end a request is a Constraint.
 """
 
 import weakref
@@ -49,6 +52,21 @@ class Description:
     seqs: dict[Sequence, dict[str, Any]] = field(default_factory=dict)
 
 
+class Constraint:
+    """What may end a request. Each sample has a copy, which has consumed its generated tokens."""
+
+    def restart(self, token_ids: list[int]) -> None:
+        """Consume these generated tokens, and no others."""
+
+    def consume(self, token_id: int) -> FinishReason | None:
+        """Consume a new token. Return why it ends the request, or None if it does not."""
+        return None
+
+    def explain_error(self) -> str | None:
+        """Return why it ended the request with "error", or None if it did not."""
+        return None
+
+
 class Feature:
     """An optional feature. Each point does nothing unless a subclass overrides it."""
 
@@ -67,12 +85,12 @@ class Feature:
     def reset(self) -> None:
         """The KV cache is empty and no sequence runs. Unfinished sequences are waiting."""
 
-    def prepare(self, params: SamplingParams, num_samples: int) -> dict[str, Any]:
-        """Return fields of Request for all `num_samples` of prompts that share `params`.
+    def prepare(self, params: SamplingParams, num_samples: int) -> Constraint | None:
+        """Return what may end the `num_samples` requests of prompts that share `params`.
 
         Raises ValueError for parameters that cannot be served.
         """
-        return {}
+        return None
 
     def begin_step(self) -> None:
         """A step begins. Drop what an interrupted one has left."""

@@ -158,7 +158,7 @@ class ModelRunner:
         rows, positions = step.list_rows()
         assert len(logits) == len(rows), "one row of logits for each token that is sampled"
         processed = logits
-        if any([seq.needs_logits_processing for seq in rows]):
+        if any([seq.params.changes_logits for seq in rows]):
             for feature in self.features:
                 processed = feature.processed(rows, processed)
             processed = apply_penalties(processed, rows)

@@ -43,9 +43,6 @@ class Sequence:
         # The limit on prompt and generated tokens together.
         self.max_num_tokens = min(self.max_model_len, self.num_prompt_tokens + params.max_tokens)
         self.finish_reason: FinishReason | None = None
-        # Precomputed, because the model runner asks for them in every step.
-        self.needs_filtering = params.temperature > 0 and params.has_filters
-        self.needs_logits_processing = params.changes_logits
         self.restart()
 
     def restart(self) -> None:

@@ -365,7 +365,7 @@ def raise_interrupt(*_):
 def test_allowed_tokens_can_be_listed(llm):
     llm.add_request("a", SamplingParams(structured_outputs={"choice": ["q", "z"]}))
     ((request,),) = llm.requests.values()
-    allowed = structured.list_tokens(structured.compute_mask(request.constraint.matcher))
+    allowed = structured.list_tokens(structured.compute_mask(request.constraints[0].matcher))
     texts = [llm.tokenizer.decode([token]) for token in allowed]
     assert sorted(texts) == ["q", "z"]
     llm.step()
@@ -474,7 +474,7 @@ def test_a_draft_token_that_exceeds_limits_leaves_the_request_as_it_was(llm, mon
     schema = {"properties": {"a": make_object(100), "b": {}}, "additionalProperties": False}
     params = SamplingParams(structured_outputs={"json": schema})
     with llm.queued(llm.prepare_prompts("x", params), {}) as [request]:
-        constraint = request.constraint
+        (constraint,) = request.constraints
         expected = constraint.compute_masks(request, num_rows=1)
         draft = llm.tokenizer.encode('{"a": {', add_special_tokens=False)
         request.token_ids += draft
@@ -492,8 +492,8 @@ def test_without_eos_no_token_ends_a_text(llm):
     feature.tokenizer = llm.tokenizer
     feature.vocab_size = llm.vocab_size
     feature.eos_token_ids = frozenset()
-    fields = feature.prepare(SamplingParams(structured_outputs={"regex": "a*"}), 1)
-    mask = structured.compute_mask(fields["constraint"].matcher)
+    constraint = feature.prepare(SamplingParams(structured_outputs={"regex": "a*"}), 1)
+    mask = structured.compute_mask(constraint.matcher)
     allowed = structured.list_tokens(mask)
     assert llm.vocab_size in allowed
     texts = [llm.vocabulary.read_bytes(token_id) for token_id in allowed[:-1]]
