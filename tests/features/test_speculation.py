@@ -36,6 +36,7 @@ from nanovllm.features.speculation.drafts import (
 )
 from nanovllm.kernels.cpu import attention as cpp
 from nanovllm.layers import attention as torch_backend
+from nanovllm.worker.cache_plan import CachePlan
 from nanovllm.worker.state_slots import StateSlots
 
 FREE = [0.0, *[1.0] * 256]  # costs of steps in which drafts cost nothing
@@ -388,12 +389,11 @@ def test_costs_of_steps_are_measured(monkeypatch):
     worker = SimpleNamespace(
         execute=execute,
         compute_logits=lambda hidden: hidden,
-        num_lanes=3,
+        plan=CachePlan(num_lanes=3),
         block_size=4,
         block_table_width=16,
         max_num_batched_tokens=100,
         max_model_len=64,
-        num_window_blocks=0,
     )
     costs = measure_costs(worker, max_draft_len=4)
     assert costs.plain == pytest.approx([0.0, 11.0, 12.0, 13.0])
