@@ -36,6 +36,7 @@ from nanovllm.features.speculation.drafts import (
 )
 from nanovllm.kernels.cpu import attention as cpp
 from nanovllm.layers import attention as torch_backend
+from nanovllm.worker.cache_plan import CachePlan
 from nanovllm.worker.state_slots import StateSlots
 
 FREE = StepCosts(1.0, 1.0, per_token=0.0)  # drafts cost nothing
@@ -381,11 +382,11 @@ def test_costs_of_steps_are_measured(monkeypatch, max_num_batched_tokens):
     worker = SimpleNamespace(
         execute=execute,
         compute_logits=lambda hidden: hidden,
+        plan=CachePlan(num_lanes=3),
         block_size=4,
         block_table_width=16,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=64,
-        num_window_blocks=0,
     )
     costs = measure_costs(worker, max_draft_len=4)
     fixed = 10.0 if max_num_batched_tokens == 2 else 15.0
