@@ -1,9 +1,8 @@
-"""A tour for any machine, in a minute: python example.py [--model DIRECTORY_OR_HUB_ID]"""
+"""An engine at work, on any machine, in a minute: python example.py [--model DIRECTORY_OR_HUB_ID]"""
 
 from argparse import ArgumentParser
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
-from nanovllm.trace import save_page, tour
 from nanovllm.utils.helpers import run_program
 
 QUESTIONS = [
@@ -50,8 +49,7 @@ def main() -> None:
         params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens)
         with LLM(args.model, quantization=args.quantization) as llm:
             converse(llm, params)
-        save_page(tour.show_scheduling(DEMO_MODEL), "timeline.html")
-        print("\n--- All steps of all policies: open timeline.html in a browser")
+        print("\n--- Inside the scheduler: python -m nanovllm.trace.tour")
     except (OSError, ValueError) as error:
         parser.error(str(error))
 

@@ -5,7 +5,7 @@ recorder.py   LLM(..., trace="trace.json") records its steps
 timeline.py   a step as events, and the file
 reader.py     the file as a list of steps
 text.py       steps as text         page.py   as an HTML page
-tour.py       four requests under each policy, which example.py shows
+tour.py       python -m nanovllm.trace.tour: four requests under each policy
 __main__.py   python -m nanovllm.trace
 
 The recorder is a feature of the engine. LLM imports it only if a trace is asked for.

@@ -1,8 +1,11 @@
 """A tour of the scheduler: four requests under each policy, and two steps as the model gets them.
 
-example.py prints it. Any engine can be watched in this way: add a feature to it.
+    python -m nanovllm.trace.tour              prints it, and writes timeline.html to step through
+
+Any engine can be watched in this way: add a feature to it.
 """
 
+from argparse import ArgumentParser
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -14,12 +17,15 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.scheduler import POLICIES
 from nanovllm.engine.step import Step
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.trace.page import save_page
 from nanovllm.trace.reader import read
 from nanovllm.trace.recorder import Recorder
 from nanovllm.trace.step import TracedStep
 from nanovllm.trace.text import render
 from nanovllm.trace.timeline import TraceFile
+from nanovllm.utils.helpers import run_program
 
+MODEL = str(Path(__file__).parents[1] / "demo_model")
 # Four requests of 22, 16, 30 and 9 tokens. B is a prefix of A, and arrives with C and D later.
 PROMPTS = {
     "A": "You are a small and friendly assistant. What is 12 + 30?",
@@ -99,3 +105,15 @@ class StepPrinter(Feature):
         if self.number == SHOWN_STEPS[-1]:
             print(REMARK)
         return batch
+
+
+def main() -> None:
+    parser = ArgumentParser(description="Print a tour of the scheduler, and write its page.")
+    parser.add_argument("-o", "--output", default="timeline.html", help="default: timeline.html")
+    path = parser.parse_args().output
+    save_page(show_scheduling(MODEL), path)
+    print(f"\n--- All steps of all policies: open {path} in a browser")
+
+
+if __name__ == "__main__":
+    run_program(main)

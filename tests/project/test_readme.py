@@ -33,33 +33,35 @@ def read(folder):
     return (PACKAGE / folder / "README.md").read_text()
 
 
-@pytest.fixture(scope="module")
-def printed(tmp_path_factory):
-    done = start(ROOT / "example.py", cwd=tmp_path_factory.mktemp("example"))
+def run(tmp_path, *command):
+    done = start(*command, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def test_first_command_is_the_example(printed):
+def test_first_command_is_the_example(tmp_path):
     assert COMMANDS[0].endswith("python example.py")
+    printed = run(tmp_path, ROOT / "example.py")
     for pattern in (
         "2, 3, 5, 7, 11",
         r"\b85\b",
         "t-e-n-a-l-p",
         r"[1-9]\d* of \d+ prompt tokens from the prefix cache",
         "num_decode_tokens",
-        r"not cached   \[14, 15\]",
-        r"not cached   \[15\]",
-        "timeline.html",
     ):
         assert re.search(pattern, printed), pattern
+    assert not list(tmp_path.iterdir())
 
 
-def test_readme_shows_what_is_printed(printed):
+def test_readme_shows_what_is_printed(tmp_path):
     (console,) = find_code("console", read("trace"))
     command, _, shown = console.partition("\n")
-    assert command.startswith("$ python example.py")
+    assert command.startswith("$ python -m nanovllm.trace.tour")
+    printed = run(tmp_path, "-m", "nanovllm.trace.tour")
     assert shown in printed
+    for pattern in (r"not cached   \[14, 15\]", r"not cached   \[15\]"):
+        assert re.search(pattern, printed), pattern
+    assert (tmp_path / "timeline.html").exists()
 
 
 @pytest.mark.parametrize(

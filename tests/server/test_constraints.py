@@ -125,9 +125,11 @@ FIELDS = {
         "propertyNames",
         {"a": 1.5},
     ),
+    "int64": ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, "minimum", 7),
     "discriminated union": ({"oneOf": [{"$ref": "#/$defs/a"}, {"type": "null"}]}, "oneOf", 1),
     # As zod writes them.
     "z.email()": ({"type": "string", "format": "email", "pattern": EMAIL}, "pattern", "a@b.co"),
+    "z.float32()": ({"type": "number", "maximum": 3.4028234663852886e38}, "maximum", 0.5),
     "z.never()": ({"not": {}}, "not", 1),
 }
 

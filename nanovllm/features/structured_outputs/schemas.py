@@ -1,8 +1,8 @@
 """Prepares JSON schemas for llguidance, so that all text that it allows is valid.
 
 llguidance rejects a strict schema with a key that it has no grammar for, by the name of the key. In
-other schemas it ignores such a key, which allows more text. The same holds here for a pattern that
-no grammar holds. A number that llguidance would round is always an error.
+other schemas it ignores such a key, which allows more text. The same holds here for a pattern and
+for a large bound that no grammar holds. Any other number that llguidance would round is an error.
 """
 
 import json
@@ -41,6 +41,8 @@ def write_schema(schema: Schema | str, options: Any, is_strict: bool = True) -> 
     if not isinstance(schema, dict):
         raise invalid("a JSON schema", f"must be an object, not {show(schema)}")
     for node in _list_nodes(schema):
+        if not is_strict:
+            _drop_large_bounds(node)
         _check_numbers(node)
         _convert(node, is_strict)
     text = json.dumps(schema, ensure_ascii=False)
@@ -65,6 +67,14 @@ def _list_nodes(schema: Any) -> Iterator[Schema]:
                     stack += value.values()
                 elif key not in VALUES:
                     stack.append(value)
+
+
+def _drop_large_bounds(node: Schema) -> None:
+    """Drop bounds that no grammar holds, such as those of 64-bit integers and 32-bit floats."""
+    for key in BOUNDS:
+        bound = node.get(key)
+        if isinstance(bound, (int, float)) and abs(bound) > MAX_INTEGER:
+            del node[key]
 
 
 def _check_numbers(node: Schema) -> None:
