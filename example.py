@@ -1,4 +1,4 @@
-"""An engine at work, on any machine, in a minute: python example.py [--model DIRECTORY_OR_HUB_ID]"""
+"""An engine at work, on any machine, in a minute: python example.py [--model NAME]"""
 
 from argparse import ArgumentParser
 

@@ -27,7 +27,6 @@ sequence, which `finished` and `reset` clean. What may end a request is a Constr
 
 import weakref
 from collections.abc import Collection
-from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -40,16 +39,8 @@ from nanovllm.outputs import FinishReason
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import invalid
 
+Facts = dict[str, Any]  # names and values that JSON can hold, for a trace
 NEEDS_LLM = "no feature of this engine serves it: use nanovllm.LLM, which has all features"
-
-
-@dataclass
-class Description:
-    """What a trace records of a feature, as names with values that JSON can hold."""
-
-    settings: dict[str, Any] = field(default_factory=dict)  # the same in all steps
-    step: dict[str, Any] = field(default_factory=dict)
-    seqs: dict[Sequence, dict[str, Any]] = field(default_factory=dict)
 
 
 class Constraint:
@@ -159,9 +150,13 @@ class Feature:
         """Return counters, by their names in Stats."""
         return {}
 
-    def describe(self, step: Step) -> Description:
-        """Describe this feature in a step, before its result, for a trace."""
-        return Description()
+    def describe_settings(self) -> Facts:
+        """Return facts for a trace that are the same in all steps."""
+        return {}
+
+    def describe(self, step: Step) -> tuple[Facts, dict[Sequence, Facts]]:
+        """Return facts about a step and its sequences, before its result, for a trace."""
+        return {}, {}
 
 
 def check_served(needs: list[str], features: Collection[Feature]) -> None:

@@ -31,7 +31,7 @@ import numpy as np
 
 from nanovllm.batch import Batch
 from nanovllm.engine.block_manager import Block
-from nanovllm.engine.feature import Description, Feature
+from nanovllm.engine.feature import Facts, Feature
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
@@ -171,15 +171,14 @@ class RecurrentStates(Feature):
         if reason == "error":  # the states that it has left may be NaN, too
             self._forget_snapshots()
 
-    def describe(self, step: Step) -> Description:
+    def describe_settings(self) -> Facts:
+        return {"snapshot_slots": [self.snapshot_slots.start, self.snapshot_slots.stop]}
+
+    def describe(self, step: Step) -> tuple[Facts, dict[Sequence, Facts]]:
         kept = [(slot, f"{each:032x}") for each, slot in self.snapshots.items()]
-        description = Description(
-            settings={"snapshot_slots": [self.snapshot_slots.start, self.snapshot_slots.stop]},
-            step={"snapshots": kept},
-        )
         new = {slot: f"{each:032x}" for each, slot in self.new_snapshots.items()}
+        seqs: dict[Sequence, Facts] = {}
         for seq in step.seqs:
             slots = self.slots[seq]
-            facts = {"slots": [slots.read, slots.write], "snapshot": new.get(slots.write, "")}
-            description.seqs[seq] = facts
-        return description
+            seqs[seq] = {"slots": [slots.read, slots.write], "snapshot": new.get(slots.write, "")}
+        return {"snapshots": kept}, seqs

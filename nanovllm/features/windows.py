@@ -34,7 +34,7 @@ import numpy as np
 
 from nanovllm.batch import Batch
 from nanovllm.engine.block_manager import Block, BlockManager
-from nanovllm.engine.feature import Description, Feature
+from nanovllm.engine.feature import Facts, Feature
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
@@ -208,13 +208,13 @@ class Windows(Feature):
             "num_free_window_blocks": len(self.pool.free_block_ids),
         }
 
-    def describe(self, step: Step) -> Description:
-        description = Description(
-            settings={"window": self.window, "num_window_blocks": self.pool.num_blocks},
-            step={"window_pool": self.pool.count_states()},
-        )
+    def describe_settings(self) -> Facts:
+        return {"window": self.window, "num_window_blocks": self.pool.num_blocks}
+
+    def describe(self, step: Step) -> tuple[Facts, dict[Sequence, Facts]]:
+        seqs: dict[Sequence, Facts] = {}
         for seq in step.seqs:
             held = self.held[seq]
             ids = self.tables[seq.lane, held.start : held.end].tolist()
-            description.seqs[seq] = {"window_start": held.start, "window_blocks": ids}
-        return description
+            seqs[seq] = {"window_start": held.start, "window_blocks": ids}
+        return {"window_pool": self.pool.count_states()}, seqs

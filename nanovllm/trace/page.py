@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from nanovllm.trace.step import Facts, TracedStep
+from nanovllm.engine.feature import Facts
+from nanovllm.trace.step import TracedStep
 
 # Rows omit these values and empty ones, because most work is a decode within a block.
 _USUAL = {"kind": "decode", "num_tokens": 1}

@@ -3,7 +3,8 @@
 import json
 from pathlib import Path
 
-from nanovllm.trace.step import Facts, TracedStep
+from nanovllm.engine.feature import Facts
+from nanovllm.trace.step import TracedStep
 
 
 def read(path: str | Path) -> list[TracedStep]:

@@ -24,13 +24,13 @@ import torch
 from torch import Tensor
 
 from nanovllm.batch import Batch
-from nanovllm.engine.feature import Feature
+from nanovllm.engine.feature import Facts, Feature
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
 from nanovllm.layers.penalties import apply_penalties
 from nanovllm.text.vocabulary import Vocabulary
-from nanovllm.trace.step import Facts, TracedStep
+from nanovllm.trace.step import TracedStep
 from nanovllm.trace.timeline import Timeline
 from nanovllm.utils.helpers import cdiv
 
@@ -74,7 +74,7 @@ class Recorder(Feature):
             "splits_prompts": scheduler.splits_prompts,
         }
         for feature in engine.features:
-            settings |= feature.describe(Step()).settings
+            settings |= feature.describe_settings()
         self.timeline.begin(settings, Vocabulary(engine.tokenizer), engine.warnings.append)
         return True
 
@@ -134,9 +134,9 @@ class Recorder(Feature):
         info: Facts = {}
         seqs: dict[Sequence, Facts] = {seq: {} for seq in step.seqs}
         for feature in self.scheduler.features:
-            description = feature.describe(step)
-            info |= description.step
-            for seq, facts in description.seqs.items():
+            step_facts, seq_facts = feature.describe(step)
+            info |= step_facts
+            for seq, facts in seq_facts.items():
                 seqs[seq] |= facts
         self.works = [self._make_work(step, i, seqs[seq]) for i, seq in enumerate(step.seqs)]
         self.plan = self._describe_plan(step) | info

@@ -1,9 +1,8 @@
 """What a trace holds of a step. recorder.py makes it, timeline.py writes it, reader.py reads it."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
-Facts = dict[str, Any]  # names and values, which JSON can hold
+from nanovllm.engine.feature import Facts
 
 BLOCK_STATES = ("used", "reusable", "empty")
 

@@ -23,8 +23,9 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 
+from nanovllm.engine.feature import Facts
 from nanovllm.text.vocabulary import Vocabulary
-from nanovllm.trace.step import BLOCK_STATES, Facts, TracedStep
+from nanovllm.trace.step import BLOCK_STATES, TracedStep
 
 Event = Facts
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 from nanovllm.config import MAX_DRAFT_STEP
-from nanovllm.engine.feature import Description, Feature
+from nanovllm.engine.feature import Facts, Feature
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
@@ -195,11 +195,8 @@ class Drafts(Feature):
             "num_accepted_tokens": self.num_accepted_tokens,
         }
 
-    def describe(self, step: Step) -> Description:
-        description = Description()
-        for seq in step.seqs:
-            description.seqs[seq] = {"draft_token_ids": self.drafts.get(seq, [])}
-        return description
+    def describe(self, step: Step) -> tuple[Facts, dict[Sequence, Facts]]:
+        return {}, {seq: {"draft_token_ids": self.drafts.get(seq, [])} for seq in step.seqs}
 
     def _verify(self, seq: Sequence, draft: list[int], sampled: list[int]) -> list[int]:
         """Remove the rejected part of a draft. Return the sampled tokens that are valid.
