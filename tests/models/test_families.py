@@ -47,14 +47,14 @@ POOL = {"num_kvcache_blocks": 40, "kvcache_block_size": 4}
 def test_tokens_match_transformers(tmp_path, name):
     """Cold and from a warm cache, in chunks, after preemptions, whatever the default device is."""
     oracle = make_family(tmp_path, name)
-    prompts = [random_prompt(length, length) for length in (1, 4, 5, 33, 100)]
+    prompts = [random_prompt(length, length) for length in (1, 4, 5, 33, 70)]
     prompts.append(prompts[-1][:50] + random_prompt(0, 10))
-    expected = [oracle(prompt, 20) for prompt in prompts]
+    expected = [oracle(prompt, 12) for prompt in prompts]
     for size in (1, 2) if name in SHARDED else (1,):
         options = {**POOL, "max_num_batched_tokens": 24, "tensor_parallel_size": size}
         with torch.device("meta"), LLM(tmp_path, **options) as llm:
             for _ in range(2):
-                assert generate_ids(llm, prompts, greedy(20)) == expected
+                assert generate_ids(llm, prompts, greedy(12)) == expected
                 check_invariants(llm)
             assert llm.stats["num_preemptions"] > 0
             assert llm.stats["num_cached_tokens"] > 0

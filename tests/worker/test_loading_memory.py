@@ -54,7 +54,7 @@ def checkpoint(tmp_path_factory):
 # Bytes of a weight in the head, and of one in a layer: codes, scales and zeros.
 @pytest.mark.parametrize(
     "option, head_bytes, layer_bytes",
-    [("", 2, 2), ("int8", 1 + 6 / 128, 1 + 6 / 128), ("int4", 1 + 6 / 128, 0.5 + 6 / 64)],
+    [("", 2, 2), ("int4", 1 + 6 / 128, 0.5 + 6 / 64)],
 )
 def test_a_weight_is_in_memory_once(checkpoint, option, head_bytes, layer_bytes):
     """At the peak, one matrix is in memory twice: as it is read, and as it is kept."""
