@@ -154,7 +154,7 @@ def test_a_body_is_parsed_again_after_the_check_of_its_grammar(monkeypatch):
         reader = bodies.Bodies(10**6)
 
         def call(grammar):
-            return asyncio.create_task(reader.call(lambda: prepare(grammar), reader.large))
+            return asyncio.create_task(reader.call(lambda: prepare(grammar)))
 
         valid, invalid = call("valid"), call("invalid")
         while len(checks) < 2:
