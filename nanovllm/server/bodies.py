@@ -8,7 +8,6 @@ import json
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -21,26 +20,23 @@ from nanovllm.utils.checks import show
 
 T = TypeVar("T")
 
+MAX_BODY_BYTES = 2**24  # room for two million token ids
 BODY_SECONDS = 30  # for a body to arrive
 CONSTRAINTS = (b'"response_format"', b'"structured_outputs"', b'"tool_choice"')
 
 
-@dataclass(eq=False)
 class UncheckedGrammar(Exception):
-    """A request needs a grammar that no process has compiled yet."""
-
-    check: GrammarCheck
+    """A request needs a grammar that no process has compiled yet. The argument is its check."""
 
 
 class Bodies:
-    """Reads and parses bodies of up to `max_bytes`.
+    """Reads and parses bodies.
 
-    Bodies that may have a constraint have two threads of their own, because a grammar can take
+    Those that may have a constraint have two threads of their own, because a grammar can take
     seconds to compile.
     """
 
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
+    def __init__(self) -> None:
         self.compilers = ThreadPoolExecutor(2)
         self.grammar_checks = GrammarChecks()
 
@@ -67,8 +63,8 @@ class Bodies:
         data = bytearray()
         async for chunk in request.stream():
             data += chunk
-            if len(data) > self.max_bytes:
-                message = f"the body exceeds {self.max_bytes} bytes: send fewer or shorter prompts"
+            if len(data) > MAX_BODY_BYTES:
+                message = f"the body exceeds {MAX_BODY_BYTES} bytes: send fewer or shorter prompts"
                 raise ApiError(message, status=413)
         return data
 
@@ -89,9 +85,10 @@ class Bodies:
             try:
                 return await loop.run_in_executor(executor, copy_context().run, prepare)
             except UncheckedGrammar as unchecked:
-                problem = await self.grammar_checks.run(unchecked.check)
+                check: GrammarCheck = unchecked.args[0]
+                problem = await self.grammar_checks.run(check)
                 if problem is not None:
-                    problems[unchecked.check.digest] = problem
+                    problems[check.digest] = problem
 
 
 def _load(data: bytearray) -> JsonObject:

@@ -3,7 +3,6 @@
 With a reasoning parser, a constraint holds behind the reasoning, unless the prompt has closed it.
 """
 
-import json
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,9 +25,7 @@ from nanovllm.server.token_texts import TokenTexts
 from nanovllm.text.chat_template import Tool
 from nanovllm.text.detokenizer import Detokenizer
 from nanovllm.text.vocabulary import END_THINK, THINK
-from nanovllm.utils.checks import check_bool, check_choice, check_int, check_type, invalid, naming
-
-REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+from nanovllm.utils.checks import check_bool, check_int, check_str, check_type, invalid
 
 
 def parse_chat(model: str, parses_reasoning: bool, body: JsonObject, llm: LLM) -> Generation:
@@ -39,7 +36,6 @@ def parse_chat(model: str, parses_reasoning: bool, body: JsonObject, llm: LLM) -
     given = select(body, CHAT)
     with blaming(given):
         stream = read_stream_options(given)
-        shows_reasoning = check_bool("include_reasoning", given.get("include_reasoning", True))
         num_top = check_int("top_logprobs", given.get("top_logprobs", 0), 0, MAX_LOGPROBS)
         tools = choose_tools(given)
         constraint = choose_constraint(given, tools)
@@ -60,7 +56,6 @@ def parse_chat(model: str, parses_reasoning: bool, body: JsonObject, llm: LLM) -
         tools=tools,
         last_tag=last_tag,
         parses_reasoning=parses_reasoning,
-        shows_reasoning=shows_reasoning,
         num_top=num_top,
     )
     return Generation([reply.show_tags(prompt) for prompt in prompts], reply)
@@ -102,14 +97,10 @@ def encode_chat(given: JsonObject, tools: list[Tool], llm: LLM) -> list[int]:
     variables = given.get("chat_template_kwargs", {})
     check_type("chat_template_kwargs", variables, (dict,), "an object")
     if "reasoning_effort" in given:
-        effort = check_choice("reasoning_effort", given["reasoning_effort"], REASONING_EFFORTS)
+        effort = check_str("reasoning_effort", given["reasoning_effort"])
         variables = {"reasoning_effort": effort, **variables}
     if given.get("add_special_tokens"):
         raise invalid("add_special_tokens", "must be false: the chat template writes such tokens")
-    for name, value in (("tools", tools), ("chat_template_kwargs", variables)):
-        # The error of the tokenizer for a lone surrogate would name the messages.
-        with naming(name, ValueError, RecursionError):
-            json.dumps(value, ensure_ascii=False).encode()
     messages: Any = given.get("messages")
     prompts: Any = llm.encode_chats(
         [messages],
@@ -132,7 +123,6 @@ class ChatReply(Reply):
     tools: ToolChoice
     last_tag: str  # of the prompt, see find_last_tag
     parses_reasoning: bool
-    shows_reasoning: bool
     num_top: int  # candidates beside each token, if log probabilities are requested
 
     @property
@@ -192,7 +182,7 @@ class ChatChoice(Choice):
             )
         delta = self.parser.feed(part["text"], is_last)
         reasoning = delta.pop("reasoning", "")
-        if reasoning and self.reply.shows_reasoning:
+        if reasoning:
             delta |= {"reasoning": reasoning, "reasoning_content": reasoning}  # both, as vLLM
         if not delta and not self.reply.has_tags:
             delta["content"] = ""

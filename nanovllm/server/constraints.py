@@ -147,8 +147,8 @@ def write_alternatives(tools: ToolChoice, grammar: str) -> str:
 
     held = tools.tools
     if not holds(held):
-        checked = [tool if holds([tool]) else _free(tool) for tool in held[:MAX_CHECKED_TOOLS]]
-        held = [*checked, *map(_free, held[MAX_CHECKED_TOOLS:])]
+        can_check = len(held) <= MAX_CHECKED_TOOLS
+        held = [tool if can_check and holds([tool]) else _free(tool) for tool in held]
     return write(held)
 
 

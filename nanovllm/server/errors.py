@@ -16,7 +16,7 @@ from nanovllm.text.prompt_encoder import PromptTooLong
 
 JsonObject = dict[str, Any]
 
-MAX_MESSAGE = 500  # characters of an error, because a client's input can be part of it
+MAX_MESSAGE = 450  # characters of an error, because a client's input can be part of it
 
 
 @dataclass(eq=False)
@@ -35,11 +35,9 @@ class ApiError(Exception):
 
     def describe(self) -> JsonObject:
         """Return OpenAI's error object."""
-        message = self.message
-        if len(message) > MAX_MESSAGE:
-            message = f"{message[: MAX_MESSAGE - 3]}..."
+        message = self.message[:MAX_MESSAGE]
         kind = "invalid_request_error" if self.status < 500 else "server_error"
-        param = None if self.param is None else self.param[:MAX_MESSAGE]
+        param = self.param and self.param[:MAX_MESSAGE]
         return {"error": {"message": message, "type": kind, "param": param, "code": self.code}}
 
 

@@ -36,12 +36,6 @@ from nanovllm.utils.checks import show
 # it. It is called in a thread, because tokenizing a long prompt would delay other requests.
 Endpoint = Callable[[JsonObject, LLM], JsonObject | Generation]
 
-BASE_BODY_BYTES = 2**20  # room for everything that is not a prompt
-MAX_BODY_BYTES = 2**25  # reached at a max_model_len of about 32,000
-# Tokens of common vocabularies have up to 128 characters, which are 768 bytes as \uXXXX escapes. A
-# token id takes 8 bytes, so this is room for 128 prompts of max_model_len ids, unless
-# MAX_BODY_BYTES is less.
-BODY_BYTES_PER_TOKEN = 1024
 WELCOME = """nanovllm serves OpenAI's API under /v1. To watch an engine step by step, start
 
     python -m nanovllm.server --playground
@@ -64,8 +58,7 @@ class Api:
     def __post_init__(self) -> None:
         self.created = int(time.time())
         self.metrics = Metrics(self.engine)
-        num_bytes = BASE_BODY_BYTES + BODY_BYTES_PER_TOKEN * self.engine.llm.max_model_len
-        self.bodies = Bodies(min(num_bytes, MAX_BODY_BYTES))
+        self.bodies = Bodies()
 
     def make_app(self, routes: Sequence[Route] = (), is_local: bool = False) -> ASGIApp:
         """Make the app. `routes` come before the API's. `is_local`: see Middleware."""

@@ -28,19 +28,18 @@ IGNORED = set(
     """.split()
 )
 # Values at which a parameter changes nothing, where they are not those of any other name.
+TRUE = """
+    add_generation_prompt add_special_tokens detokenize include_reasoning skip_special_tokens
+    spaces_between_special_tokens
+"""
 NEUTRAL: dict[str, list[Any]] = {
-    "add_generation_prompt": [True],
-    "add_special_tokens": [True],
+    **{name: [True] for name in TRUE.split()},
     "best_of": [1],
-    "detokenize": [True],
     "function_call": ["none"],
-    "include_reasoning": [True, False],
     "length_penalty": [1],
     "modalities": [["text"]],
     "parallel_tool_calls": [True, False],
     "prompt_logprobs": [],
-    "skip_special_tokens": [True],
-    "spaces_between_special_tokens": [True],
     "tool_choice": ["none", "auto"],
 }
 
@@ -56,7 +55,7 @@ TOKENIZE_CHAT = set(
 CHAT = COMMON | TOKENIZE_CHAT
 CHAT |= set(
     """
-    include_reasoning max_completion_tokens parallel_tool_calls tool_choice top_logprobs
+    max_completion_tokens parallel_tool_calls tool_choice top_logprobs
     """.split()
 )
 

@@ -71,17 +71,11 @@ RANDOM_MODELS: dict[str, JsonObject] = {
     },
 }
 MAX_STEPS = 10_000  # longest recording; after it, the engine is replaced once it is idle
-STEPS_PER_MESSAGE = 500
 MESSAGE_INTERVAL = 0.05  # seconds, because a page need not be drawn more often
-HEADERS = {
-    "Content-Security-Policy": (
-        "default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; base-uri 'none';"
-        " script-src 'nonce-NONCE'; frame-ancestors 'none'; form-action 'none'"
-    ),
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "X-Content-Type-Options": "nosniff",
-    "Cache-Control": "no-store",
-}
+SECURITY_POLICY = (
+    "default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; base-uri 'none';"
+    " script-src 'nonce-NONCE'; frame-ancestors 'none'; form-action 'none'"
+)
 
 
 class LiveTimeline(Timeline):
@@ -227,7 +221,7 @@ class Playground(EngineThread):
         live = live.replace("POLICY_OPTIONS", "".join(options))
         page = read_template().replace("TIMELINES", "[]") + live
         nonce = secrets.token_urlsafe()
-        headers = {name: value.replace("NONCE", nonce) for name, value in HEADERS.items()}
+        headers = {"Content-Security-Policy": SECURITY_POLICY.replace("NONCE", nonce)}
         return HTMLResponse(page.replace("<script>", f'<script nonce="{nonce}">'), headers=headers)
 
     async def follow(self, request: Request) -> Response:
@@ -247,14 +241,12 @@ class Playground(EngineThread):
             if run_number != self.run_number:
                 run_number = self.run_number
                 position = 0
-            timeline = self.llm.timeline
-            steps = timeline.steps[position : position + STEPS_PER_MESSAGE]
+            steps = self.llm.timeline.steps[position:]
             state = json.dumps({**self._describe(), "first": position})
             position += len(steps)
             yield f"id: {run_number}:{position}\n"
             yield f'data: {state[:-1]}, "steps": [{", ".join(steps)}]}}\n\n'
-            if position == len(timeline.steps):
-                await changed.wait()
+            await changed.wait()
             await asyncio.sleep(MESSAGE_INTERVAL)
 
     def _describe(self) -> JsonObject:

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from server_helpers import CLIENT, KEY, NUM_BLOCKS, OPTIONS, connect, post, start, stream
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
-from nanovllm.server.openai_api import MAX_BODY_BYTES
+from nanovllm.server.bodies import MAX_BODY_BYTES
 from nanovllm.server.parameters import CHAT, COMPLETION, NEUTRAL
 from nanovllm.server.web_server import main
 
