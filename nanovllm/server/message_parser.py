@@ -146,18 +146,15 @@ class MessageParser(TextStream):
     def _add_text(self, num_chars: int) -> None:
         """Add the first characters of the stream to the section that they belong to."""
         text = self.take(num_chars)
-        name = "reasoning"
+        name = "reasoning" if self.in_reasoning else "content"
         if self.in_reasoning:
             self.reasoning += text
-        else:
-            name = "content"
-            text = self.spaces + text
-            self.spaces = ""
-            if self.is_after_tag and not text.strip():
-                self.spaces = text
+        elif self.is_after_tag:
+            self.spaces += text
+            if not self.spaces.strip():
                 return
-            if self.is_after_tag and not self.has_content:
-                text = text.lstrip()
+            text = self.spaces if self.has_content else self.spaces.lstrip()
+            self.spaces = ""
             self.is_after_tag = False
             self.has_content = True
         if text:

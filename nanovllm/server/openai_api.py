@@ -56,7 +56,6 @@ class Api:
     parses_reasoning: bool = False
 
     def __post_init__(self) -> None:
-        self.created = int(time.time())
         self.metrics = Metrics(self.engine)
         self.bodies = Bodies()
 
@@ -140,7 +139,7 @@ class Api:
         model = {
             "id": self.model,
             "object": "model",
-            "created": self.created,
+            "created": int(time.time()),
             "owned_by": "nanovllm",
             "root": self.root,  # vllm bench serve loads its tokenizer from here
             "max_model_len": self.engine.llm.max_model_len,

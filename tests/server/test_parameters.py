@@ -218,14 +218,13 @@ def test_messages_of_errors(llm, is_chat, body, message):
     assert reject(llm, body, is_chat).message == message
 
 
-@pytest.mark.parametrize("name", ["tools", "chat_template_kwargs", "messages"])
+@pytest.mark.parametrize("name", ["chat_template_kwargs", "messages"])
 def test_a_lone_surrogate_is_an_error_of_the_client(llm, monkeypatch, name):
-    template = "{{ tools }}{{ text }}{{ messages[0].content }}"
+    template = "{{ text }}{{ messages[0].content }}"
     monkeypatch.setattr(llm.tokenizer, "chat_template", template)
     text = "\ud800"
-    function = {**TOOL["function"], "description": text}
-    values = {"tools": [{**TOOL, "function": function}], "chat_template_kwargs": {"text": text}}
-    values["messages"] = [{"role": "user", "content": text}]
+    message = {"role": "user", "content": text}
+    values = {"messages": [message], "chat_template_kwargs": {"text": text}}
     body = {**VALID[True], name: values[name]}
     for parse in (partial(parse_body, is_chat=True), lambda llm, body: tokenize(body, llm)):
         with pytest.raises(ApiError, match="surrogates not allowed"):
