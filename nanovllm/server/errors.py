@@ -29,10 +29,6 @@ class ApiError(Exception):
     status: int = 400
     headers: Mapping[str, str] | None = None  # of the response
 
-    def __post_init__(self) -> None:
-        if self.status == 503:
-            self.headers = {"Retry-After": "5"}  # seconds
-
     def describe(self) -> JsonObject:
         """Return OpenAI's error object."""
         message = self.message[:MAX_MESSAGE]

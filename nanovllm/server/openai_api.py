@@ -71,7 +71,7 @@ class Api:
             self._post("/detokenize", detokenize),
             Route("/v1/models", self.list_models),
             Route("/version", self.show_version),
-            Route("/ping", self.check_health, methods=["GET", "POST"]),
+            Route("/ping", self.check_health),
             Route("/health", self.check_health),
             Route("/metrics", self.write_metrics),
             Route("/", self.welcome),

@@ -33,7 +33,7 @@ class Choice:
     num_tokens = 0
 
     def write(self, index: int, output: RequestOutput) -> JsonObject:
-        """Write what is new in an output."""
+        """Return a choice with the text and tokens that are not written yet."""
         part: RequestOutput = {
             **output,
             "text": output["text"][self.num_chars :],
