@@ -39,7 +39,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m nanovllm.chat", description=__doc__)
     add = parser.add_argument
     add("model", nargs="?", default=DEMO_MODEL, help="default: the demo model")
-    add("--system", metavar="TEXT", help="system prompt")
     add("--temperature", type=float, default=0.0, help="default: 0, greedy")
     add("--max-tokens", type=int, default=512, help="per answer (default: 512)")
     add("--quantization", choices=QUANTIZATIONS, help="quantize the weights while loading")
@@ -50,8 +49,6 @@ def main() -> None:
     except ValueError as error:
         parser.error(str(error))
     messages: list[Message] = []
-    if args.system is not None:
-        messages.append({"role": "system", "content": args.system})
     with llm:
         while True:
             try:

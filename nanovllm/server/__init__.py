@@ -2,20 +2,19 @@
 
 An endpoint that takes JSON is a function of the body and the engine: it returns the reply, or a
 Generation that the engine serves. To add one, write it in a file of its own, list its parameters in
-parameter_table.py, and give it a line in `Api.make_app` of openai_api.py.
+parameters.py, and give it a line in `Api.make_app` of openai_api.py.
 
 In reading order, the way of a request:
 
-__main__.py            standard streams, and signals until the server runs
+__main__.py            signals until the server runs
 web_server.py          options, signals, the web server
 openai_api.py          routes, and how a Generation is served
 chat_completions.py    POST /v1/chat/completions
 completions.py         POST /v1/completions, with echo
 tokenization.py        POST /tokenize and /detokenize
-parameters.py          parameters that endpoints have in common
-parameter_table.py     which parameters each endpoint has, and values that change nothing
-replies.py             what replies have in common: chunks, usage
-logprobs.py            log probabilities as text
+parameters.py          which parameters each endpoint has, and those they have in common
+replies.py             what replies have in common: choices, chunks, usage
+token_texts.py         tokens and log probabilities as text
 errors.py              error objects
 engine_thread.py       the thread that owns the engine
 
@@ -23,16 +22,15 @@ Tools, formats and reasoning:
 
 constraints.py         tools and response_format as structured outputs
 message_parser.py      content, reasoning and tool calls in the text of a reply
-call_parser.py         the tool calls in that text
+calls.py               the tool calls in a block of that text
 parameter_values.py    values that a model writes without quotes
-text_stream.py         text that arrives in parts, for these parsers
+text_stream.py         text that arrives in parts, for the message parser
 
 HTTP:
 
 bodies.py              reads the JSON of requests, and ends work when its client leaves
 grammar_checks.py      the queue of grammars that clients wait for
-connections.py         limits on connections
-middleware.py          request ids, the log, rejection of foreign web pages
+middleware.py          the log, rejection of foreign web pages
 metrics.py             Prometheus' metrics
 
 playground.py          the live page: a recorded engine that can be held and stepped

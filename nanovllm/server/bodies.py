@@ -1,4 +1,4 @@
-"""Reads the JSON of requests, within limits on the size of one body and on the memory of all.
+"""Reads the JSON of requests, within a limit of size and of time.
 
 Work on a request is cancelled when its client disconnects, or when the engine stops.
 """
@@ -8,7 +8,6 @@ import json
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -21,31 +20,23 @@ from nanovllm.utils.checks import show
 
 T = TypeVar("T")
 
-SMALL_BODY_BYTES = 2**16
-MAX_TOTAL_BYTES = 2**28
+MAX_BODY_BYTES = 2**24  # room for two million token ids
+BODY_SECONDS = 30  # for a body to arrive
 CONSTRAINTS = (b'"response_format"', b'"structured_outputs"', b'"tool_choice"')
 
 
-@dataclass(eq=False)
 class UncheckedGrammar(Exception):
-    """A request needs a grammar that no process has compiled yet."""
-
-    check: GrammarCheck
+    """A request needs a grammar that no process has compiled yet. The argument is its check."""
 
 
 class Bodies:
-    """Reads and parses bodies of up to `max_bytes`.
+    """Reads and parses bodies.
 
-    Parsed JSON takes up to 30 times as much memory as its text, so large bodies are parsed one at a
-    time. The text that waits for that is limited to MAX_TOTAL_BYTES. Bodies that may have a
-    constraint have two threads of their own and do not wait for others, because a grammar can take
+    Those that may have a constraint have two threads of their own, because a grammar can take
     seconds to compile.
     """
 
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
-        self.total_bytes = 0  # bodies that are being received or parsed
-        self.large = ThreadPoolExecutor(1)
+    def __init__(self) -> None:
         self.compilers = ThreadPoolExecutor(2)
         self.grammar_checks = GrammarChecks()
 
@@ -60,26 +51,22 @@ class Bodies:
             raise ApiError(
                 "the request needs the header Content-Type: application/json", status=415
             )
-        encoding = request.headers.get("Content-Encoding", "")
-        if encoding.lower() not in ("", "identity"):
-            name = f"Content-Encoding: {encoding[:100]}"
-            raise ApiError(f"{name} is not supported: send the body uncompressed", status=415)
-        self._check(int(request.headers.get("Content-Length", 0)))
-        data = bytearray()
         try:
-            async for chunk in request.stream():
-                data += chunk
-                self.total_bytes += len(chunk)
-                self._check(len(data))
-            return await until_disconnect(request, self._parse(data, parse))
-        finally:
-            self.total_bytes -= len(data)
+            data = await asyncio.wait_for(self._receive(request), BODY_SECONDS)
+        except asyncio.TimeoutError as error:
+            message = f"the body did not arrive within {BODY_SECONDS} seconds"
+            raise ApiError(message, status=408) from error
+        executor = self.compilers if any(name in data for name in CONSTRAINTS) else None
+        return await until_disconnect(request, self.call(lambda: parse(_load(data)), executor))
 
-    async def _parse(self, data: bytearray, parse: Callable[[JsonObject], T]) -> T:
-        executor = self.large if len(data) > SMALL_BODY_BYTES else None
-        if any(name in data for name in CONSTRAINTS):
-            executor = self.compilers
-        return await self.call(lambda: parse(_load(data)), executor)
+    async def _receive(self, request: Request) -> bytearray:
+        data = bytearray()
+        async for chunk in request.stream():
+            data += chunk
+            if len(data) > MAX_BODY_BYTES:
+                message = f"the body exceeds {MAX_BODY_BYTES} bytes: send fewer or shorter prompts"
+                raise ApiError(message, status=413)
+        return data
 
     async def call(self, prepare: Callable[[], T], executor: ThreadPoolExecutor | None = None) -> T:
         """Return prepare(), called in a thread.
@@ -98,16 +85,10 @@ class Bodies:
             try:
                 return await loop.run_in_executor(executor, copy_context().run, prepare)
             except UncheckedGrammar as unchecked:
-                problem = await self.grammar_checks.run(unchecked.check)
+                check: GrammarCheck = unchecked.args[0]
+                problem = await self.grammar_checks.run(check)
                 if problem is not None:
-                    problems[unchecked.check.digest] = problem
-
-    def _check(self, num_bytes: int) -> None:
-        if num_bytes > self.max_bytes:
-            message = f"the body exceeds {self.max_bytes} bytes: send fewer or shorter prompts"
-            raise ApiError(message, status=413)
-        if num_bytes > SMALL_BODY_BYTES and self.total_bytes > MAX_TOTAL_BYTES:
-            raise ApiError("too many large bodies arrive at once: try again later", status=503)
+                    problems[check.digest] = problem
 
 
 def _load(data: bytearray) -> JsonObject:

@@ -2,10 +2,9 @@
 
 With `echo`, a choice begins with its prompt, which is scored if logprobs are requested.
 max_tokens=0 then asks for the prompt alone. The engine generates a token even so, and the reply
-leaves it out. lm-evaluation-harness scores texts in this way.
+leaves it out.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,44 +12,22 @@ from nanovllm import LLM
 from nanovllm.engine.input_processor import Prompt
 from nanovllm.llm import list_prompts
 from nanovllm.outputs import RequestOutput
-from nanovllm.server.constraints import choose_constraint, choose_tools
+from nanovllm.server.constraints import choose_constraint
 from nanovllm.server.engine_thread import Outputs
 from nanovllm.server.errors import JsonObject, blaming
-from nanovllm.server.logprobs import LogprobsWriter
-from nanovllm.server.parameter_table import COMPLETION
 from nanovllm.server.parameters import (
+    COMPLETION,
     MAX_LOGPROBS,
     read_params,
     read_stream_options,
     select,
 )
-from nanovllm.server.replies import Generation, Reply
+from nanovllm.server.replies import Choice, Generation, Reply
+from nanovllm.server.token_texts import TokenTexts
 from nanovllm.text.detokenizer import Detokenizer
-from nanovllm.text.vocabulary import Vocabulary
 from nanovllm.utils.checks import check_bool, check_int
 
 DEFAULT_MAX_TOKENS = 16
-
-
-@dataclass(frozen=True)
-class Echo:
-    """What the choices of a reply repeat."""
-
-    prompts: Sequence[Prompt]  # as sent
-    num_samples: int  # choices for each prompt
-    is_all: bool  # the reply has nothing else
-
-    def read_text(self, index: int, vocabulary: Vocabulary) -> str:
-        """Return the prompt of a choice as it was sent. A prompt of token ids is decoded.
-
-        A character that the prompt begins and the completion continues belongs to the completion.
-        """
-        prompt = self.prompts[index // self.num_samples]
-        if isinstance(prompt, str):
-            return prompt
-        if vocabulary.tokenizer is None:
-            return ""
-        return Detokenizer(vocabulary.tokenizer, []).read(prompt, is_last=self.is_all)
 
 
 def parse_completion(model: str, body: JsonObject, llm: LLM) -> Generation:
@@ -70,8 +47,7 @@ def parse_completion(model: str, body: JsonObject, llm: LLM) -> Generation:
             check_int("max_tokens", max_tokens, 0)
         if logprobs is not None:
             check_int("logprobs", logprobs, 0, MAX_LOGPROBS)
-        tools = choose_tools(given)  # none: the table accepts only neutral values
-        constraint = choose_constraint(given, tools)
+        constraint = choose_constraint(given)
         params = read_params(
             given,
             llm,
@@ -83,8 +59,11 @@ def parse_completion(model: str, body: JsonObject, llm: LLM) -> Generation:
         )
     with blaming(given, "prompt", constraint.source):
         prepared = llm.prepare_prompts(prompts, params)
-    echo = Echo(sent, params.n, is_all=max_tokens == 0) if is_echo else None
-    return Generation(prepared, CompletionReply(model, stream, llm.vocabulary, echo))
+    reply = CompletionReply(model, stream, llm.vocabulary, is_all=max_tokens == 0)
+    if is_echo:
+        texts = [_read_text(prompt, reply) for prompt in sent]
+        reply.echo = [text for text in texts for _ in range(params.n)]
+    return Generation(prepared, reply)
 
 
 @dataclass
@@ -95,41 +74,61 @@ class CompletionReply(Reply):
     KIND = "text_completion"
     CHUNK_KIND = KIND
 
-    echo: Echo | None
+    is_all: bool  # the prompt is all that is requested
+    echo: list[str] | None = None  # for each choice the text of its prompt
 
     def take(self, outputs: Outputs) -> Outputs:
-        if self.echo is not None and self.echo.is_all:
-            outputs = {index: _hide_tokens(output) for index, output in outputs.items()}
+        if self.is_all:
+            outputs = {index: _hide_token(output) for index, output in outputs.items()}
         return super().take(outputs)
 
-    def write_part(self, index: int, part: RequestOutput, is_first: bool) -> JsonObject:
-        echoed = ""
-        if is_first and self.echo is not None:
-            echoed = self.echo.read_text(index, self.vocabulary)
-        choice: JsonObject = {"text": echoed + part["text"]}
-        if part["logprobs"] is None:
-            return choice
-        prompt = part["prompt_token_ids"]
-        if is_first:
-            context = prompt if self.echo is None else []
-            self.writers[index] = LogprobsWriter(self.vocabulary, context)
-        writer = self.writers[index]
-        before: JsonObject = {}
-        if is_first and self.echo is not None:
-            entries = part["prompt_logprobs"] or []
-            before = writer.write_completion(prompt, entries, is_last=self.echo.is_all)
-            writer.offset = len(echoed)
-        is_last = part["finish_reason"] is not None
-        new = writer.write_completion(part["token_ids"], part["logprobs"], is_last)
-        choice["logprobs"] = {name: before.get(name, []) + new[name] for name in new}
+    def make_choice(self, index: int, output: RequestOutput) -> Choice:
+        choice = CompletionChoice()
+        prompt = output["prompt_token_ids"]
+        if output["logprobs"] is not None:
+            choice.texts = TokenTexts(self.vocabulary, prompt if self.echo is None else [])
+        if self.echo is not None:
+            choice.echo = self.echo[index]
+            if choice.texts is not None:
+                entries = output["prompt_logprobs"] or []
+                choice.logprobs = choice.texts.write_completion(prompt, entries, self.is_all)
+                choice.texts.offset = len(choice.echo)
         return choice
 
 
-def _hide_tokens(output: RequestOutput) -> RequestOutput:
-    """Return an output without the token that was generated although none was requested."""
-    hidden: RequestOutput = {**output, "text": "", "token_ids": []}
+class CompletionChoice(Choice):
+    """Writes one completion. It begins with what it repeats of the prompt."""
+
+    texts: TokenTexts | None = None  # if log probabilities are requested
+    echo = ""
+    logprobs: JsonObject | None = None
+
+    def write_part(self, part: RequestOutput) -> JsonObject:
+        choice: JsonObject = {"text": self.echo + part["text"]}
+        if self.texts is not None:
+            is_last = part["finish_reason"] is not None
+            new = self.texts.write_completion(part["token_ids"], part["logprobs"] or [], is_last)
+            before = self.logprobs or {}
+            choice["logprobs"] = {name: before.get(name, []) + new[name] for name in new}
+        self.echo = ""
+        self.logprobs = None
+        return choice
+
+
+def _read_text(prompt: Prompt, reply: CompletionReply) -> str:
+    """Return a prompt as it was sent. A prompt of token ids is decoded.
+
+    A character that the prompt begins and the completion continues belongs to the completion.
+    """
+    tokenizer = reply.vocabulary.tokenizer
+    if isinstance(prompt, str):
+        return prompt
+    return "" if tokenizer is None else Detokenizer(tokenizer, []).read(prompt, reply.is_all)
+
+
+def _hide_token(output: RequestOutput) -> RequestOutput:
+    """Return an output without the only token, which was generated although none was requested."""
+    hidden: RequestOutput = {**output, "text": "", "token_ids": [], "finish_reason": "length"}
     if output["logprobs"] is not None:
         hidden["logprobs"] = []
-    if output["finish_reason"] == "stop":  # because of the token that is not shown
-        hidden["finish_reason"] = "length"
     return hidden

@@ -30,7 +30,7 @@ from nanovllm.features.structured_outputs.schemas import write_schema
 from nanovllm.server.errors import JsonObject
 from nanovllm.text.chat_template import Tool, check_tools
 from nanovllm.text.vocabulary import END_TOOL_CALL, TOOL_CALL
-from nanovllm.utils.checks import check_bool, invalid, show
+from nanovllm.utils.checks import check_bool, check_type, invalid, show
 
 # As json.dumps and templates write JSON. Small models can repeat optional spaces forever.
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -39,11 +39,6 @@ OBJECT = {"type": "object", "additionalProperties": False}
 ANY_OBJECT = {"type": "object", "additionalProperties": True}
 COMBINATIONS = {"$ref", "allOf", "anyOf", "oneOf"}
 MAX_CHECKED_TOOLS = 32  # of a request, because each is compiled in a process of its own
-FORMAT_KEYS = {
-    "text": ["type"],
-    "json_object": ["type", "schema"],  # the schema is an extension of llama.cpp
-    "json_schema": ["type", "json_schema"],
-}
 
 
 class ToolChoice(NamedTuple):
@@ -53,6 +48,9 @@ class ToolChoice(NamedTuple):
     required: list[Tool]  # of which it must call one
     is_parallel: bool  # it may have several calls
     is_named: bool  # the request names the function to call
+
+
+NO_TOOLS = ToolChoice([], [], is_parallel=False, is_named=False)
 
 
 def choose_tools(given: JsonObject) -> ToolChoice:
@@ -84,7 +82,7 @@ class Constraint(NamedTuple):
     source: str = "structured_outputs"  # the parameter that they are made from, for errors
 
 
-def choose_constraint(given: JsonObject, tools: ToolChoice) -> Constraint:
+def choose_constraint(given: JsonObject, tools: ToolChoice = NO_TOOLS) -> Constraint:
     """Return what the parameters of a request, together, constrain."""
     grammar = read_format(given)
     outputs = given.get("structured_outputs")
@@ -107,18 +105,16 @@ def choose_constraint(given: JsonObject, tools: ToolChoice) -> Constraint:
 def read_format(given: JsonObject) -> str | None:
     """Return the grammar of response_format, if it constrains the text."""
     response_format: Any = given.get("response_format", {"type": "text"})
-    match response_format:
-        case {"type": "text" | "json_object" | "json_schema" as kind}:
-            _check_keys("response_format", response_format, FORMAT_KEYS[kind])
     strict: Any = False
     match response_format:
         case {"type": "text"}:
+            _check_keys("response_format", response_format, ["type"])
             return None
-        case {"type": "json_object"} if response_format.get("schema") in (None, {}):
-            schema = {"type": "object"}
-        case {"type": "json_object", "schema": dict(schema)}:
-            pass
-        case {"type": "json_schema", "json_schema": {"schema": dict(schema)} as details}:
+        case {"type": "json_object"}:
+            schema = response_format.get("schema") or {"type": "object"}
+            keys = ["type", "schema"]  # the schema is an extension of llama.cpp
+        case {"type": "json_schema", "json_schema": {"schema": schema} as details}:
+            keys = ["type", "json_schema"]
             name = "response_format.json_schema"
             _check_keys(name, details, ["name", "description", "schema", "strict"])
             strict = details.get("strict") or False
@@ -126,7 +122,9 @@ def read_format(given: JsonObject) -> str | None:
         case other:
             meaning = "of type text, json_object, or json_schema with json_schema.schema"
             raise invalid("response_format", f"must be {meaning}, not {show(other)}")
+    _check_keys("response_format", response_format, keys)
     with naming_outputs("response_format"):
+        check_type("schema", schema, (dict,), "an object")
         return f"start: %json {write_schema(schema, JSON_DEFAULTS, bool(strict))}"
 
 
@@ -149,8 +147,8 @@ def write_alternatives(tools: ToolChoice, grammar: str) -> str:
 
     held = tools.tools
     if not holds(held):
-        checked = [tool if holds([tool]) else _free(tool) for tool in held[:MAX_CHECKED_TOOLS]]
-        held = [*checked, *map(_free, held[MAX_CHECKED_TOOLS:])]
+        can_check = len(held) <= MAX_CHECKED_TOOLS
+        held = [tool if can_check and holds([tool]) else _free(tool) for tool in held]
     return write(held)
 
 

@@ -80,7 +80,7 @@ class EngineThread(threading.Thread):
         self.llm = llm
         self.stop_reason: str | None = None
         self.stopping = asyncio.Event()  # set soon after stop_reason, on the event loop
-        self._loop: asyncio.AbstractEventLoop | None = None  # from start_on
+        self._loop: asyncio.AbstractEventLoop  # from start_on
         self._condition = threading.Condition()
         self._commands: deque[Callable[[], None]] = deque()  # to run between two steps
         self._streams: set[Stream] = set()  # open ones
@@ -149,7 +149,6 @@ class EngineThread(threading.Thread):
         self.call_on_loop(self.stopping.set)
 
     def call_on_loop(self, callback: Callable[[], None]) -> None:
-        assert self._loop is not None, "start_on comes first"
         self._loop.call_soon_threadsafe(callback)
 
     # In the engine thread.
@@ -192,19 +191,14 @@ class EngineThread(threading.Thread):
 
     def add(self, stream: Stream) -> None:
         """Queue the requests of a stream."""
-        try:
-            for prompt in stream.prompts:
-                if len(prompt.token_ids) >= self.llm.max_model_len:
-                    raise ValueError(
-                        "the engine was replaced by one with a smaller max_model_len:"
-                        " send the request again"
-                    )
-                first_id = self.llm.add_prepared(prompt)
-                for request_id in range(first_id, first_id + prompt.params.n):
-                    self._choices[request_id] = (stream, len(stream.request_ids))
-                    stream.request_ids.append(request_id)
-        except ValueError as error:  # the prompts were checked for the engine before this one
-            self._put({stream: {}}, str(error))
+        for prompt in stream.prompts:
+            if len(prompt.token_ids) >= self.llm.max_model_len:  # checked for the engine before
+                self._put({stream: {}}, "the engine was replaced by a smaller one: send it again")
+                return
+            first_id = self.llm.add_prepared(prompt)
+            for request_id in range(first_id, first_id + prompt.params.n):
+                self._choices[request_id] = (stream, len(stream.request_ids))
+                stream.request_ids.append(request_id)
 
     def _abort(self, stream: Stream) -> None:
         for request_id in stream.request_ids:

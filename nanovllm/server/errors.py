@@ -1,16 +1,22 @@
 """OpenAI's error objects, and errors of clients."""
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote
+
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 
 from nanovllm.text.prompt_encoder import PromptTooLong
 
 JsonObject = dict[str, Any]
 
-MAX_MESSAGE = 500  # characters of an error, because a client's input can be part of it
+MAX_MESSAGE = 450  # characters of an error, because a client's input can be part of it
 
 
 @dataclass(eq=False)
@@ -23,17 +29,11 @@ class ApiError(Exception):
     status: int = 400
     headers: Mapping[str, str] | None = None  # of the response
 
-    def __post_init__(self) -> None:
-        if self.status == 503:
-            self.headers = {"Retry-After": "5"}  # seconds
-
     def describe(self) -> JsonObject:
         """Return OpenAI's error object."""
-        message = self.message
-        if len(message) > MAX_MESSAGE:
-            message = f"{message[: MAX_MESSAGE - 3]}..."
+        message = self.message[:MAX_MESSAGE]
         kind = "invalid_request_error" if self.status < 500 else "server_error"
-        param = None if self.param is None else self.param[:MAX_MESSAGE]
+        param = self.param and self.param[:MAX_MESSAGE]
         return {"error": {"message": message, "type": kind, "param": param, "code": self.code}}
 
 
@@ -57,3 +57,31 @@ def blaming(
         is_given = re.split(r"[.\[]", name)[0] in given
         code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
         raise ApiError(message, name if is_given else default, code) from error
+
+
+def respond(
+    content: JsonObject, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    """Return JSON in ASCII, which can hold any str, also lone surrogates."""
+    return Response(json.dumps(content), status, headers, "application/json")
+
+
+def respond_error(error: ApiError) -> Response:
+    return respond(error.describe(), error.status, error.headers)
+
+
+async def handle_error(request: Request, error: Exception) -> Response:
+    """Turn an exception into an error object. uvicorn logs the traceback of unexpected ones."""
+    if isinstance(error, HTTPException):  # an unknown path or method
+        message = f"{error.detail}: {request.method} {show_path(request)}"
+        error = ApiError(message, status=error.status_code, headers=error.headers)
+    elif isinstance(error, ClientDisconnect):
+        error = ApiError("the client has disconnected", status=499)
+    elif not isinstance(error, ApiError):
+        error = ApiError("internal error", status=500)
+    return respond_error(error)
+
+
+def show_path(request: Request) -> str:
+    """Return the path for a message: in ASCII, on one line."""
+    return quote(request.scope["path"][:200])

@@ -11,22 +11,11 @@ from nanovllm.server.engine_thread import EngineThread, Outputs, Stream
 from nanovllm.server.errors import JsonObject
 
 BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
-GAUGES = {
-    "num_waiting": "Sequences that wait for admission",
-    "num_running": "Sequences that hold KV blocks",
-    "num_free_blocks": "KV blocks that no sequence holds",
-    "num_blocks": "KV blocks in total",
-    "num_free_window_blocks": "KV blocks of layers with a window that no sequence holds",
-    "num_window_blocks": "KV blocks of layers with a window in total, 0 without windows",
-}
-COUNTERS = {
-    "num_prefill_tokens": "Computed tokens of prompts, and recomputed tokens",
-    "num_decode_tokens": "Generated tokens that were computed by a decode",
-    "num_cached_tokens": "Prompt tokens found in the prefix cache",
-    "num_preemptions": "Preemptions of running sequences",
-    "num_draft_tokens": "Draft tokens that were computed",
-    "num_accepted_tokens": "Draft tokens that were accepted",
-}
+GAUGES = set(
+    """
+    num_waiting num_running num_free_blocks num_blocks num_free_window_blocks num_window_blocks
+    """.split()
+)
 
 
 class Metrics:
@@ -53,9 +42,9 @@ class Metrics:
         """Return the engine's statistics. Prometheus calls this for each scrape."""
         metrics: list[Metric] = []
         stats: JsonObject = {**self.engine.llm.stats}
-        for family, texts in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
-            for name, text in texts.items():
-                metrics.append(family(f"nanovllm_{name}", text, value=stats[name]))
+        for name, value in stats.items():
+            family = GaugeMetricFamily if name in GAUGES else CounterMetricFamily
+            metrics.append(family(f"nanovllm_{name}", name.replace("_", " "), value=value))
         return metrics
 
     async def measure(self, stream: Stream) -> AsyncIterator[Outputs]:

@@ -1,20 +1,16 @@
-"""Middleware: request ids, the origin check, the log."""
+"""Middleware: the check of Host and Origin, the log."""
 
 import ipaddress
-import json
 import re
 import select
 import time
-from collections.abc import Mapping, Sequence
-from urllib.parse import quote
-from uuid import uuid4
+from collections.abc import Sequence
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nanovllm.server.errors import ApiError, JsonObject
+from nanovllm.server.errors import ApiError, respond_error, show_path
 from nanovllm.server.metrics import Metrics
 from nanovllm.utils.helpers import report
 
@@ -22,11 +18,10 @@ QUIET = ("/health", "/metrics", "/ping")  # polled every few seconds, so neither
 
 
 class Middleware:
-    """Gives each request an id, rejects those of foreign web pages, and logs and counts requests.
+    """Rejects requests of foreign web pages, and logs and counts requests.
 
-    A client or a proxy can choose the id by the header X-Request-Id. Pages of `allowed_origins` are
-    not foreign, and "*" stands for all. If `is_local`, the Host must be a loopback address: a page
-    can let its own host name point to 127.0.0.1 (DNS rebinding).
+    Pages of `allowed_origins` are not foreign, and "*" stands for all. If `is_local`, the Host must
+    be a loopback address: a page can let its own host name point to 127.0.0.1 (DNS rebinding).
     """
 
     def __init__(
@@ -36,9 +31,7 @@ class Middleware:
         # As browsers write them.
         self.allowed_origins = [origin.lower().rstrip("/") for origin in allowed_origins]
         if allowed_origins:  # browsers ask what such pages may do
-            self.app = CORSMiddleware(
-                app, self.allowed_origins, ["*"], ["*"], expose_headers=["X-Request-Id"]
-            )
+            self.app = CORSMiddleware(app, self.allowed_origins, ["*"], ["*"])
         self.is_local = is_local
         self.metrics = metrics
 
@@ -47,16 +40,11 @@ class Middleware:
             return await self.app(scope, receive, send)
         start = time.perf_counter()
         request = Request(scope)
-        request_id = request.headers.get("X-Request-Id", "")
-        if not re.fullmatch("[!-~]{1,100}", request_id):
-            request_id = uuid4().hex
         status = 500
 
-        async def send_with_id(message: Message) -> None:
+        async def send_and_note(message: Message) -> None:
             nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                message["headers"].append((b"x-request-id", request_id.encode()))
+            status = message.get("status", status)
             await send(message)
 
         app = self.app
@@ -65,12 +53,12 @@ class Middleware:
             message = "requests from other web pages, or to another host name, are rejected"
             app = respond_error(ApiError(message, status=403))
         try:
-            await app(scope, receive, send_with_id)
+            await app(scope, receive, send_and_note)
         finally:
             if scope["path"] not in QUIET:
                 self.metrics.requests.labels(status).inc()
                 duration = 1000 * (time.perf_counter() - start)
-                log(f"{request.method} {show_path(scope)} {status} {duration:.1f} ms {request_id}")
+                log(f"{request.method} {show_path(request)} {status} {duration:.1f} ms")
 
 
 def is_loopback(host: str) -> bool:
@@ -105,22 +93,6 @@ def is_foreign(request: Request, allowed_origins: Sequence[str]) -> bool:
     if site is not None:
         return site not in ("none", "same-origin")
     return origin is not None and origin.partition("://")[2] != request.headers.get("Host", "")
-
-
-def show_path(scope: Scope) -> str:
-    """Return the path for a message: in ASCII, on one line."""
-    return quote(scope["path"][:200])
-
-
-def respond(
-    content: JsonObject, status: int = 200, headers: Mapping[str, str] | None = None
-) -> Response:
-    """Return JSON in ASCII, which can hold any str, also lone surrogates."""
-    return Response(json.dumps(content), status, headers, "application/json")
-
-
-def respond_error(error: ApiError) -> Response:
-    return respond(error.describe(), error.status, error.headers)
 
 
 def log(line: str) -> None:

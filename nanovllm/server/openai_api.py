@@ -25,9 +25,9 @@ from nanovllm.server.bodies import Bodies, until_disconnect, until_stop
 from nanovllm.server.chat_completions import parse_chat
 from nanovllm.server.completions import parse_completion
 from nanovllm.server.engine_thread import EngineThread, Outputs
-from nanovllm.server.errors import ApiError, JsonObject
+from nanovllm.server.errors import ApiError, JsonObject, handle_error, respond
 from nanovllm.server.metrics import Metrics
-from nanovllm.server.middleware import Middleware, respond, respond_error, show_path
+from nanovllm.server.middleware import Middleware
 from nanovllm.server.replies import END, Generation, write_event
 from nanovllm.server.tokenization import detokenize, tokenize
 from nanovllm.utils.checks import show
@@ -36,12 +36,6 @@ from nanovllm.utils.checks import show
 # it. It is called in a thread, because tokenizing a long prompt would delay other requests.
 Endpoint = Callable[[JsonObject, LLM], JsonObject | Generation]
 
-BASE_BODY_BYTES = 2**20  # room for everything that is not a prompt
-MAX_BODY_BYTES = 2**25  # reached at a max_model_len of about 32,000
-# Tokens of common vocabularies have up to 128 characters, which are 768 bytes as \uXXXX escapes. A
-# token id takes 8 bytes, so this is room for 128 prompts of max_model_len ids, unless
-# MAX_BODY_BYTES is less.
-BODY_BYTES_PER_TOKEN = 1024
 WELCOME = """nanovllm serves OpenAI's API under /v1. To watch an engine step by step, start
 
     python -m nanovllm.server --playground
@@ -62,27 +56,22 @@ class Api:
     parses_reasoning: bool = False
 
     def __post_init__(self) -> None:
-        self.created = int(time.time())
         self.metrics = Metrics(self.engine)
-        num_bytes = BASE_BODY_BYTES + BODY_BYTES_PER_TOKEN * self.engine.llm.max_model_len
-        self.bodies = Bodies(min(num_bytes, MAX_BODY_BYTES))
+        self.bodies = Bodies()
 
     def make_app(self, routes: Sequence[Route] = (), is_local: bool = False) -> ASGIApp:
         """Make the app. `routes` come before the API's. `is_local`: see Middleware."""
-        endpoints: dict[str, Endpoint] = {
-            "/v1/completions": partial(parse_completion, self.model),
-            "/v1/chat/completions": partial(parse_chat, self.model, self.parses_reasoning),
-            "/tokenize": tokenize,
-            "/detokenize": detokenize,
-        }
         routes = [
             *routes,
-            *[self._post(path, endpoint) for path, endpoint in endpoints.items()],
+            self._post("/v1/completions", partial(parse_completion, self.model)),
+            self._post(
+                "/v1/chat/completions", partial(parse_chat, self.model, self.parses_reasoning)
+            ),
+            self._post("/tokenize", tokenize),
+            self._post("/detokenize", detokenize),
             Route("/v1/models", self.list_models),
-            Route("/v1/models/", self.list_models),
-            Route("/v1/models/{id:path}", self.show_model),
             Route("/version", self.show_version),
-            Route("/ping", self.check_health, methods=["GET", "POST"]),
+            Route("/ping", self.check_health),
             Route("/health", self.check_health),
             Route("/metrics", self.write_metrics),
             Route("/", self.welcome),
@@ -102,20 +91,16 @@ class Api:
         async def respond_to(request: Request) -> Response:
             self._authorize(request)
             result = await until_stop(self.engine, self.bodies.read(request, parse))
-            if isinstance(result, Generation):
-                return await self._generate(request, result)
-            return respond(result)
+            if not isinstance(result, Generation):
+                return respond(result)
+            self.engine.raise_if_stopped()
+            if result.reply.stream.is_stream:
+                # The second header is for nginx.
+                headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+                return StreamingResponse(self._stream(result), 200, headers, "text/event-stream")
+            return await until_disconnect(request, self._answer(result))
 
         return Route(path, respond_to, methods=["POST"])
-
-    async def _generate(self, request: Request, generation: Generation) -> Response:
-        self.engine.raise_if_stopped()
-        if generation.reply.stream.is_stream:
-            # The second header is for nginx.
-            headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-            events = self._stream(generation)
-            return StreamingResponse(events, 200, headers, "text/event-stream")
-        return await until_disconnect(request, self._answer(generation))
 
     async def _serve(self, generation: Generation) -> AsyncIterator[Outputs]:
         async with self.engine.submit(generation.prompts) as stream:
@@ -151,22 +136,15 @@ class Api:
 
     async def list_models(self, request: Request) -> Response:
         self._authorize(request)
-        return respond({"object": "list", "data": [self._describe_model()]})
-
-    async def show_model(self, request: Request) -> Response:
-        self._authorize(request)
-        self._check_model(request.path_params["id"])
-        return respond(self._describe_model())
-
-    def _describe_model(self) -> JsonObject:
-        return {
+        model = {
             "id": self.model,
             "object": "model",
-            "created": self.created,
+            "created": int(time.time()),
             "owned_by": "nanovllm",
             "root": self.root,  # vllm bench serve loads its tokenizer from here
             "max_model_len": self.engine.llm.max_model_len,
         }
+        return respond({"object": "list", "data": [model]})
 
     async def check_health(self, request: Request) -> Response:
         self.engine.raise_if_stopped()
@@ -186,23 +164,4 @@ class Api:
         is_key = secrets.compare_digest(sent.strip().encode("latin-1"), self.api_key.encode())
         if scheme.lower() != "bearer" or not is_key:
             message = "this server needs its API key: Authorization: Bearer KEY"
-            headers = {"WWW-Authenticate": "Bearer"}
-            raise ApiError(message, status=401, headers=headers)
-
-
-async def handle_error(request: Request, error: Exception) -> Response:
-    """Turn an exception into an error object. uvicorn logs the traceback of unexpected ones."""
-    if isinstance(error, HTTPException):  # raised by Starlette's router
-        path = show_path(request.scope)
-        headers = error.headers or {}
-        if error.status_code == 404:
-            endpoints = ", ".join(route.path_format for route in request.app.routes)
-            message = f"Not Found: {path} is none of the endpoints {endpoints}"
-        else:
-            message = f"{path} does not support {request.method}: use {headers['Allow']}"
-        error = ApiError(message, status=error.status_code, headers=headers)
-    elif isinstance(error, ClientDisconnect):
-        error = ApiError("the client has disconnected", status=499)
-    elif not isinstance(error, ApiError):
-        error = ApiError("internal error", status=500)
-    return respond_error(error)
+            raise ApiError(message, status=401, headers={"WWW-Authenticate": "Bearer"})

@@ -1,58 +1,85 @@
-"""Reads the parameters that endpoints have in common. parameter_table.py lists all of them.
+"""The parameters of each endpoint, and how those that endpoints have in common are read.
+
+null means that a parameter is not given. Every parameter that an endpoint does not read is an error
+that names it, because it could change the result, unless its value says nothing. To add one, add
+its name to a set here, and read it in the file of the endpoint. A sampling parameter only needs a
+field of SamplingParams.
 
 https://platform.openai.com/docs/api-reference, with vLLM's extensions.
 """
 
-from dataclasses import replace
+from collections.abc import Set
+from dataclasses import fields, replace
 from typing import Any
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.server.errors import ApiError, JsonObject, blaming
-from nanovllm.server.parameter_table import (
-    PENALTY_RANGES,
-    SAMPLING_FIELDS,
-    STREAM_OPTIONS,
-    SYNONYMS,
-    Table,
-)
 from nanovllm.server.replies import StreamOptions
 from nanovllm.utils.checks import check_bool, check_int, check_type, invalid, show
 
 MAX_SAMPLES = 4096  # prompts times n of one request
 MAX_LOGPROBS = 20  # OpenAI's limit
 
+# What clients of OpenAI and vLLM send, and what changes no token.
+IGNORED = set(
+    """
+    include_obfuscation metadata prediction prompt_cache_key prompt_cache_retention request_id
+    safety_identifier service_tier store user verbosity
+    """.split()
+)
+# Values at which a parameter changes nothing, where they are not those of any other name.
+TRUE = """
+    add_generation_prompt add_special_tokens detokenize include_reasoning skip_special_tokens
+    spaces_between_special_tokens
+"""
+NEUTRAL: dict[str, list[Any]] = {
+    **{name: [True] for name in TRUE.split()},
+    "best_of": [1],
+    "function_call": ["none"],
+    "length_penalty": [1],
+    "modalities": [["text"]],
+    "parallel_tool_calls": [True, False],
+    "prompt_logprobs": [],
+    "tool_choice": ["none", "auto"],
+}
 
-def select(body: JsonObject, table: Table, prefix: str = "") -> JsonObject:
-    """Return the parameters that are given and not ignored. Raises ApiError for others.
+SAMPLING_FIELDS = {field.name for field in fields(SamplingParams)} - {"prompt_logprobs"}
+COMMON = SAMPLING_FIELDS | {"model", "response_format", "stream", "stream_options"}
+COMPLETION = COMMON | {"prompt", "echo"}
+TOKENIZE_CHAT = set(
+    """
+    model messages tools chat_template_kwargs reasoning_effort
+    add_generation_prompt add_special_tokens continue_final_message
+    """.split()
+)
+CHAT = COMMON | TOKENIZE_CHAT
+CHAT |= set(
+    """
+    max_completion_tokens parallel_tool_calls tool_choice top_logprobs
+    """.split()
+)
+
+
+def select(body: JsonObject, names: Set[str], prefix: str = "") -> JsonObject:
+    """Return the parameters with these names that are given. Raises ApiError for others.
 
     Errors name a field of an object with its `prefix`.
     """
     given: JsonObject = {}
     for name, value in body.items():
-        use = table.get(name, [])
-        if value is None or use == "ignored":
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)  # as in vLLM
+        if value is None:
             continue
-        value = _simplify(value)
-        if use == "read":
+        if name in names:
             given[name] = value
             continue
-        accepted = list(use)
-        synonym = SYNONYMS.get(name)
-        if synonym in body:
-            accepted.append(_simplify(body[synonym]))
-        if (type(value), value) not in [(type(each), each) for each in accepted]:
+        is_neutral = value in NEUTRAL[name] if name in NEUTRAL else not value
+        if not is_neutral and name not in IGNORED:
             path = prefix + name
-            advice = f"use {synonym}" if synonym in table else "leave it out"
-            message = f"{show(path)} with the value {show(value)} is not supported: {advice}"
+            message = f"{show(path)} with the value {show(value)} is not supported: leave it out"
             raise ApiError(message, path)
     return given
-
-
-def _simplify(value: Any, depth: int = 2) -> Any:
-    """Return an int for an integer that is written as a float, also in lists, as in vLLM."""
-    if depth > 0 and isinstance(value, list) and not {float, list}.isdisjoint(map(type, value)):
-        return [_simplify(each, depth - 1) for each in value]
-    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def read_stream_options(given: JsonObject) -> StreamOptions:
@@ -63,7 +90,7 @@ def read_stream_options(given: JsonObject) -> StreamOptions:
     if not is_stream:
         raise invalid(name, "needs stream=true: set it, or leave it out")
     options = check_type(name, given[name], (dict,), "an object")
-    options = select(options, STREAM_OPTIONS, f"{name}.")
+    options = select(options, {"include_usage", "continuous_usage_stats"}, f"{name}.")
     for field, value in options.items():
         check_bool(f"{name}.{field}", value)
     return StreamOptions(is_stream, **options)
@@ -81,9 +108,6 @@ def read_params(given: JsonObject, llm: LLM, num_prompts: int, **options: Any) -
     if options.get("seed") == -1:  # none, as in vLLM
         del options["seed"]
     params = replace(llm.get_default_sampling_params(), **options)
-    for name in PENALTY_RANGES.split():
-        if params.repetition_penalty != 1 and given.get(name, -1) not in (0, -1):
-            raise invalid(name, "must be -1, because a repetition_penalty counts all tokens")
     # Before a grammar is compiled, because its limits grow with the number of samples.
     with blaming(given, "n" if "n" in given else "prompt"):
         check_int("the number of prompts times n", params.n * num_prompts, 1, MAX_SAMPLES)

@@ -18,20 +18,25 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response, StreamingResponse
 from starlette.routing import Route
-from transformers import Gemma3TextConfig, Qwen3_5TextConfig
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm.config import Config
 from nanovllm.engine.scheduler import POLICIES
 from nanovllm.server.bodies import Bodies, until_stop
 from nanovllm.server.engine_thread import EngineThread, Stream
-from nanovllm.server.errors import JsonObject, blaming
-from nanovllm.server.middleware import respond
+from nanovllm.server.errors import JsonObject, blaming, respond
 from nanovllm.trace.page import read_template, shorten
 from nanovllm.trace.reader import Reader
 from nanovllm.trace.recorder import Recorder
 from nanovllm.trace.timeline import Event, Timeline
-from nanovllm.utils.checks import check_choice, check_int, check_names, check_number, check_type
+from nanovllm.utils.checks import (
+    check_choice,
+    check_int,
+    check_names,
+    check_number,
+    check_type,
+)
+from nanovllm.utils.helpers import read_json
 
 # The options that the page can change. Its scenes start from these values.
 DEFAULTS: dict[str, Any] = {
@@ -44,46 +49,33 @@ DEFAULTS: dict[str, Any] = {
     "num_speculative_tokens": 0,
     "random_model": "",  # "" or a name of RANDOM_MODELS
 }
-SIZES: dict[str, Any] = {
-    "vocab_size": 768,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "max_position_embeddings": 2048,
-    "dtype": "bfloat16",
+# Models with recurrent states and with windows: what their config.json has in place of the demo
+# model's. Their weights are random, so their answers make no sense.
+RANDOM_MODELS: dict[str, JsonObject] = {
+    "Qwen3.5": {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "layer_types": [*["linear_attention"] * 3, "full_attention"],
+        "linear_conv_kernel_dim": 4,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "model_type": "qwen3_5_text",
+    },
+    "Gemma 3": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "model_type": "gemma3_text",
+        "rope_parameters": None,
+        "sliding_window": 10,
+    },
 }
-QWEN3_5 = Qwen3_5TextConfig(
-    architectures=["Qwen3_5ForCausalLM"],
-    linear_num_key_heads=2,
-    linear_num_value_heads=2,
-    linear_key_head_dim=16,
-    linear_value_head_dim=16,
-    **SIZES,
-)
-GEMMA3 = Gemma3TextConfig(
-    architectures=["Gemma3ForCausalLM"],
-    sliding_window=10,
-    layer_types=["sliding_attention", "full_attention"] * 2,
-    **SIZES,
-)
-# Models with recurrent states and with windows. Their weights are random, so their answers make no
-# sense.
-RANDOM_MODELS = {"Qwen3.5": QWEN3_5, "Gemma 3": GEMMA3}
 MAX_STEPS = 10_000  # longest recording; after it, the engine is replaced once it is idle
-STEPS_PER_MESSAGE = 500
 MESSAGE_INTERVAL = 0.05  # seconds, because a page need not be drawn more often
-HEADERS = {
-    "Content-Security-Policy": (
-        "default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; base-uri 'none';"
-        " script-src 'nonce-NONCE'; frame-ancestors 'none'; form-action 'none'"
-    ),
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "X-Content-Type-Options": "nosniff",
-    "Cache-Control": "no-store",
-}
+SECURITY_POLICY = (
+    "default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; base-uri 'none';"
+    " script-src 'nonce-NONCE'; frame-ancestors 'none'; form-action 'none'"
+)
 
 
 class LiveTimeline(Timeline):
@@ -140,7 +132,9 @@ class Playground(EngineThread):
         with TemporaryDirectory() as directory:
             without_weights = ignore_patterns("*.safetensors")
             copytree(DEMO_MODEL, directory, ignore=without_weights, dirs_exist_ok=True)
-            RANDOM_MODELS[random_model].save_pretrained(directory)
+            path = Path(directory, "config.json")
+            config = {**read_json(path), **RANDOM_MODELS[random_model]}
+            path.write_text(json.dumps(config))
             return WatchedLLM(directory, **{**options, "load_format": "dummy"})
 
     # In the engine thread.
@@ -227,7 +221,7 @@ class Playground(EngineThread):
         live = live.replace("POLICY_OPTIONS", "".join(options))
         page = read_template().replace("TIMELINES", "[]") + live
         nonce = secrets.token_urlsafe()
-        headers = {name: value.replace("NONCE", nonce) for name, value in HEADERS.items()}
+        headers = {"Content-Security-Policy": SECURITY_POLICY.replace("NONCE", nonce)}
         return HTMLResponse(page.replace("<script>", f'<script nonce="{nonce}">'), headers=headers)
 
     async def follow(self, request: Request) -> Response:
@@ -247,14 +241,12 @@ class Playground(EngineThread):
             if run_number != self.run_number:
                 run_number = self.run_number
                 position = 0
-            timeline = self.llm.timeline
-            steps = timeline.steps[position : position + STEPS_PER_MESSAGE]
+            steps = self.llm.timeline.steps[position:]
             state = json.dumps({**self._describe(), "first": position})
             position += len(steps)
             yield f"id: {run_number}:{position}\n"
             yield f'data: {state[:-1]}, "steps": [{", ".join(steps)}]}}\n\n'
-            if position == len(timeline.steps):
-                await changed.wait()
+            await changed.wait()
             await asyncio.sleep(MESSAGE_INTERVAL)
 
     def _describe(self) -> JsonObject:

@@ -13,7 +13,6 @@ from nanovllm.engine.input_processor import PreparedPrompt
 from nanovllm.outputs import RequestOutput
 from nanovllm.server.engine_thread import Outputs
 from nanovllm.server.errors import JsonObject
-from nanovllm.server.logprobs import LogprobsWriter
 from nanovllm.text.vocabulary import Vocabulary
 
 
@@ -25,6 +24,32 @@ class StreamOptions:
     include_usage: bool = False
     # Report usage in each chunk. Ignored without include_usage, as in vLLM.
     continuous_usage_stats: bool = False
+
+
+class Choice:
+    """Writes the outputs of one choice. A subclass knows the fields of its endpoint."""
+
+    num_chars = 0  # written
+    num_tokens = 0
+
+    def write(self, index: int, output: RequestOutput) -> JsonObject:
+        """Return a choice with the text and tokens that are not written yet."""
+        part: RequestOutput = {
+            **output,
+            "text": output["text"][self.num_chars :],
+            "token_ids": output["token_ids"][self.num_tokens :],
+        }
+        if output["logprobs"] is not None:
+            part["logprobs"] = output["logprobs"][self.num_tokens :]
+        choice = {"index": index, "finish_reason": output["finish_reason"], "logprobs": None}
+        choice |= self.write_part(part)
+        self.num_chars = len(output["text"])
+        self.num_tokens = len(output["token_ids"])
+        return choice
+
+    def write_part(self, part: RequestOutput) -> JsonObject:
+        """Return the fields of a choice. `part` is an output without what has been written."""
+        raise NotImplementedError
 
 
 @dataclass
@@ -47,15 +72,11 @@ class Reply:
             "created": int(time.time()),
             "model": self.model,
         }
-        # What all chunks have in common is encoded once.
-        self.prefix = json.dumps(self.head).removesuffix("}")
-        self.suffix = ', "usage": null' if self.stream.include_usage else ""
         self.newest: Outputs = {}
-        self.written: dict[int, tuple[int, int]] = {}  # choice -> characters and tokens
-        self.writers: dict[int, LogprobsWriter] = {}  # one per choice, if logprobs are requested
+        self.choices: dict[int, Choice] = {}
 
-    def write_part(self, index: int, part: RequestOutput, is_first: bool) -> JsonObject:
-        """Return the fields of a choice. `part` is an output without what has been written."""
+    def make_choice(self, index: int, output: RequestOutput) -> Choice:
+        """Make the writer of a choice whose first output is given."""
         raise NotImplementedError
 
     def take(self, outputs: Outputs) -> Outputs:
@@ -67,12 +88,13 @@ class Reply:
         """Return the events for new `outputs`. A token without text has an event, too."""
         events: list[str] = []
         for index, output in self.take(outputs).items():
-            choice = json.dumps(self._write_choice(index, output))
-            suffix = self.suffix
-            if self.stream.include_usage and self.stream.continuous_usage_stats:
-                usage = make_usage(len(output["prompt_token_ids"]), len(output["token_ids"]))
-                suffix = f', "usage": {json.dumps(usage)}'
-            events.append(write_event(f'{self.prefix}, "choices": [{choice}]{suffix}}}'))
+            chunk = {**self.head, "choices": [self._write_choice(index, output)]}
+            if self.stream.include_usage:
+                chunk["usage"] = None
+                if self.stream.continuous_usage_stats:
+                    num_prompt = len(output["prompt_token_ids"])
+                    chunk["usage"] = make_usage(num_prompt, len(output["token_ids"]))
+            events.append(write_event(json.dumps(chunk)))
         return "".join(events)
 
     def write_end(self) -> str:
@@ -88,17 +110,9 @@ class Reply:
         return {**self.head, "choices": choices, "usage": self.write_usage()}
 
     def _write_choice(self, index: int, output: RequestOutput) -> JsonObject:
-        num_chars, num_tokens = self.written.get(index, (0, 0))
-        self.written[index] = (len(output["text"]), len(output["token_ids"]))
-        part: RequestOutput = {
-            **output,
-            "text": output["text"][num_chars:],
-            "token_ids": output["token_ids"][num_tokens:],
-        }
-        if output["logprobs"] is not None:
-            part["logprobs"] = output["logprobs"][num_tokens:]
-        choice = {"index": index, "finish_reason": output["finish_reason"], "logprobs": None}
-        return {**choice, **self.write_part(index, part, is_first=num_tokens == 0)}
+        if index not in self.choices:
+            self.choices[index] = self.make_choice(index, output)
+        return self.choices[index].write(index, output)
 
     def write_usage(self) -> JsonObject:
         """Return OpenAI's usage object of the whole reply."""

@@ -5,15 +5,14 @@ from typing import Any
 from nanovllm import LLM
 from nanovllm.server.chat_completions import encode_chat
 from nanovllm.server.errors import JsonObject, blaming
-from nanovllm.server.parameter_table import DETOKENIZE, TOKENIZE_CHAT, TOKENIZE_PROMPT
-from nanovllm.server.parameters import select
+from nanovllm.server.parameters import TOKENIZE_CHAT, select
 from nanovllm.utils.checks import check_bool, check_int, check_ints, check_str, invalid, naming
 
 
 def tokenize(body: JsonObject, llm: LLM) -> JsonObject:
     """Return the reply for `messages` or for a `prompt`."""
     is_chat = "messages" in body
-    given = select(body, TOKENIZE_CHAT if is_chat else TOKENIZE_PROMPT)
+    given = select(body, TOKENIZE_CHAT if is_chat else {"model", "prompt", "add_special_tokens"})
     with blaming(given, "messages" if is_chat else "prompt"):
         if is_chat:
             ids = encode_chat(given, given.get("tools", []), llm)
@@ -27,7 +26,7 @@ def tokenize(body: JsonObject, llm: LLM) -> JsonObject:
 
 def detokenize(body: JsonObject, llm: LLM) -> JsonObject:
     """Return the reply for `tokens`: their text, with special tokens."""
-    given = select(body, DETOKENIZE)
+    given = select(body, {"model", "tokens"})
     with blaming(given, "tokens"):
         tokens: Any = given.get("tokens")
         ids = check_ints("tokens", tokens, 0)

@@ -15,9 +15,8 @@ from typing import Any
 
 import uvicorn
 
-from nanovllm import DEMO_MODEL, LLM, SamplingParams
+from nanovllm import DEMO_MODEL, LLM
 from nanovllm.config import Config
-from nanovllm.server.connections import KEEP_ALIVE_SECONDS, Connection
 from nanovllm.server.engine_thread import EngineThread
 from nanovllm.server.middleware import is_loopback
 from nanovllm.server.openai_api import Api
@@ -26,53 +25,32 @@ from nanovllm.utils.checks import check_int, naming
 from nanovllm.utils.helpers import parse_value, report
 
 SHUTDOWN = "the server is shutting down"
-GRACE = 5  # seconds for clients that do not read
-BACKLOG = 2048  # clients that wait until they are accepted
-ACCEPTED_AT_ONCE = 8  # connections in an iteration of the event loop, see connections.py
+GRACE = 5  # seconds for clients to read the ends of their streams
+KEEP_ALIVE_SECONDS = 75  # between requests, longer than proxies reuse an idle connection
 
 
 class Server(uvicorn.Server):
     """Runs until the engine has stopped, which ends all streams. uvicorn then waits for clients."""
 
-    def __init__(
-        self,
-        config: uvicorn.Config,
-        sockets: list[socket.socket],
-        engine: EngineThread,
-        model: str,
-    ) -> None:
+    def __init__(self, config: uvicorn.Config, engine: EngineThread, welcome: str) -> None:
         super().__init__(config)
-        self.sockets = sockets
         self.engine = engine
-        self.model = model
+        self.welcome = welcome
 
     async def main_loop(self) -> None:
-        """Accept connections, start the engine, and return when it has ended."""
+        """Start the engine, and return when it has ended."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self.engine.stop, SHUTDOWN)
-        # uvicorn's backlog is also the number of connections that asyncio accepts at once.
-        for each in self.sockets:
-            each.listen(BACKLOG)
         self.engine.start_on(loop)
-        defaults = describe_defaults(self.engine.llm.get_default_sampling_params())
-        report(f"sampling defaults of generation_config.json: {defaults}")
-        host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
-        port = self.sockets[0].getsockname()[1]
-        report(f"serving {self.model} on http://{host}:{port}")
+        report(self.welcome)
         await asyncio.to_thread(self.engine.join)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Shut down as uvicorn does, but abort connections whose clients do not read.
-
-        uvicorn would log an error for them.
-        """
-        asyncio.get_running_loop().call_later(GRACE, self._abort_connections)
-        await super().shutdown(sockets)
-
-    def _abort_connections(self) -> None:
-        for connection in list(self.server_state.connections):
-            connection.transport.abort()
+        """Shut down as uvicorn does, and end the process, also if a client does not read."""
+        await asyncio.wait([asyncio.ensure_future(super().shutdown(sockets))], timeout=GRACE)
+        # sys.exit would wait for threads that still tokenize or compile.
+        os._exit(0 if self.engine.stop_reason == SHUTDOWN else 1)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -124,47 +102,27 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def describe_defaults(params: SamplingParams) -> str:
-    """List the parameters that differ from those of SamplingParams()."""
-    usual = vars(SamplingParams())
-    changed = [f"{name}={value}" for name, value in vars(params).items() if value != usual[name]]
-    return ", ".join(changed) or "none"
+def bind(host: str, port: int) -> socket.socket:
+    """Reserve an address. Connections are rejected until the socket listens."""
+    reserved = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind((host, port))
+    return reserved
 
 
-async def bind(host: str, port: int) -> list[socket.socket]:
-    """Reserve the addresses of `host`. Connections are rejected until the sockets listen."""
-    loop = asyncio.get_running_loop()
-    server = await loop.create_server(asyncio.Protocol, host, port, start_serving=False)
-    sockets = [each.dup() for each in server.sockets]
-    server.close()
-    return sockets
-
-
-def check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """End the program with an error for arguments that must not be combined."""
-    if args.api_key is not None:
-        args.api_key = args.api_key.strip()  # a file that it comes from ends with a newline
-    if args.api_key == "":
-        parser.error("--api-key, or NANOVLLM_API_KEY, is empty: give a key, or leave it out")
-    is_local = is_loopback(args.host)
-    is_open = not is_local or args.allowed_origins
+def start(args: argparse.Namespace) -> tuple[socket.socket, EngineThread]:
+    """Reserve the address, and load the model. Raises ValueError or TypeError."""
+    is_open = not is_loopback(args.host) or args.allowed_origins
     if args.playground and (is_open or args.api_key or hasattr(args, "trace")):
-        parser.error(
+        raise ValueError(
             "--playground shows every prompt to everyone who opens the page, and records every"
             " step: use a loopback --host such as 127.0.0.1, and none of --api-key,"
             " --allowed-origins and --trace"
         )
-    if not is_local and args.api_key is None:
-        message = f"--host {args.host} lets everyone on the network use this server"
-        report(f"warning: {message}: set --api-key")
-
-
-def start(args: argparse.Namespace) -> tuple[list[socket.socket], EngineThread]:
-    """Reserve the address, and load the model. Raises ValueError or TypeError."""
     check_int("--port", args.port, 0, 65535)
     address = f"--host {args.host} --port {args.port} is not available, choose another address"
     with naming(address, OSError, UnicodeError):  # before the model, which takes a while
-        sockets = asyncio.run(bind(args.host, args.port))
+        reserved = bind(args.host, args.port)
     names = [field.name for field in fields(Config)[1:]]
     options = {name: value for name, value in vars(args).items() if name in names}
     engine: EngineThread
@@ -173,17 +131,19 @@ def start(args: argparse.Namespace) -> tuple[list[socket.socket], EngineThread]:
     else:
         engine = EngineThread(LLM(args.model, **options))
     with naming(address, OSError):  # another server may have listened there first
-        for each in sockets:
-            each.listen()
-    return sockets, engine
+        reserved.listen()
+    return reserved, engine
 
 
-def main(argv: list[str] | None = None) -> None:
+def main() -> None:
     parser = make_parser()
-    args = parser.parse_args(argv)
-    check_arguments(parser, args)
+    args = parser.parse_args()
+    if args.api_key is not None:
+        args.api_key = args.api_key.strip()  # a file that it comes from ends with a newline
+        if not args.api_key:
+            parser.error("--api-key, or NANOVLLM_API_KEY, is empty: give a key, or leave it out")
     try:
-        sockets, engine = start(args)
+        reserved, engine = start(args)
     except (ValueError, TypeError) as error:
         parser.error(str(error))
     name = args.served_model_name
@@ -203,17 +163,15 @@ def main(argv: list[str] | None = None) -> None:
         app = api.make_app()
     config = uvicorn.Config(
         app,
-        args.host,
-        http=Connection,
+        http="h11",  # ends a request whose client has left, also if the client has sent another one
+        ws="none",
         log_level="error",  # a warning for each invalid request would fill the log
         access_log=False,
-        backlog=ACCEPTED_AT_ONCE,
         date_header=False,  # main_loop does not update it
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        timeout_graceful_shutdown=2 * GRACE,
     )
     gc.collect()
     gc.freeze()  # otherwise each collection visits the objects of torch, and holds the GIL
-    Server(config, sockets, engine, name).run(sockets)
-    # sys.exit would wait for threads that still tokenize or compile.
-    os._exit(0 if engine.stop_reason == SHUTDOWN else 1)
+    host = f"[{args.host}]" if ":" in args.host else args.host
+    welcome = f"serving {name} on http://{host}:{reserved.getsockname()[1]}"
+    Server(config, engine, welcome).run([reserved])

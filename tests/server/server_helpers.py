@@ -55,7 +55,8 @@ def stream(url, body, timeout=60):
 
 def write_request(body, version="1.1", **headers):
     content = json.dumps(body).encode()
-    lines = [f"POST /v1/completions HTTP/{version}", f"Content-Length: {len(content)}"]
+    lines = [f"POST /v1/completions HTTP/{version}", "Host: 127.0.0.1"]
+    lines.append(f"Content-Length: {len(content)}")
     lines += [f"{name}: {value}" for name, value in {**HEADERS, **headers}.items()]
     return "\r\n".join([*lines, "\r\n"]).encode() + content
 

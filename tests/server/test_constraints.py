@@ -92,7 +92,7 @@ def test_a_schema_beside_json_object_holds(llm):
         ({"type": "json_object", "json_schema": {}}, "response_format.json_schema"),
         ({"type": "json_object", "schema": "{}"}, "response_format"),
         ({"type": "json_object", "strict": True}, "response_format.strict"),
-        ({"type": "json_schema", "schema": PAIR}, "response_format.schema"),
+        ({"type": "json_schema", "schema": PAIR}, "response_format"),
         ({**JSON["response_format"], "strict": True}, "response_format.strict"),
         (make_format(PAIR, mode="x")["response_format"], "response_format.json_schema.mode"),
         (make_format(PAIR, strict="yes")["response_format"], "response_format.json_schema.strict"),

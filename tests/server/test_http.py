@@ -1,7 +1,5 @@
 """HTTP around the endpoints: the log, ids, keys, proxies, unknown paths, metrics, addresses."""
 
-import gzip
-import json
 import os
 import re
 import socket
@@ -12,11 +10,11 @@ import httpx
 import pytest
 from conftest import greedy, random_prompt
 from families import make_family
-from server_helpers import CLIENT, HEADERS, KEY, OPTIONS, post, start, wait_for_line
+from server_helpers import CLIENT, KEY, OPTIONS, post, start, wait_for_line
 from starlette.requests import Request
 
 import nanovllm
-from nanovllm import DEMO_MODEL, LLM
+from nanovllm import LLM
 from nanovllm.outputs import Stats
 from nanovllm.server import metrics, web_server
 from nanovllm.server.middleware import is_foreign, log
@@ -24,12 +22,12 @@ from nanovllm.server.middleware import is_foreign, log
 PAGE = "http://page.example:3000"
 # GET / fails.
 PROGRAM = f"""
-import os, sys
+import os
 from nanovllm.server.web_server import Api, main
 
 os.environ["NANOVLLM_API_KEY"] = {KEY!r}
 Api.welcome = lambda self, request: int("invalid")
-main(sys.argv[1:])
+main()
 """
 
 
@@ -48,20 +46,15 @@ def url(server):
     return server[0]
 
 
-def test_each_request_has_an_id_and_a_line_in_the_log(server):
+def test_each_request_has_a_line_in_the_log(server):
     url, process = server
-    ids = []
-    for name in ("trace-1", "with space", "x" * 101, "\xe9"):
-        response = post(url, {"prompt": "x"}, **{"X-Request-Id": name.encode("latin-1")})
-        ids.append(response.headers["x-request-id"])
+    post(url, {"prompt": "x"})
     CLIENT.get(f"{url}/health")
-    ids.append(CLIENT.get(f"{url}/a%0a%1b?b").headers["x-request-id"])
-    lines = wait_for_line(process, ids[-1])
-    assert ids[0] == "trace-1"
-    assert all(re.fullmatch("[0-9a-f]{32}", name) for name in ids[1:])
-    expected = [rf"nanovllm: POST /v1/completions 200 \d+\.\d ms {name}\n" for name in ids[:4]]
-    expected.append(rf"nanovllm: GET /a%0A%1B 404 \d+\.\d ms {ids[4]}\n")
-    assert len(lines) == 5
+    CLIENT.get(f"{url}/a%0a%1b?b")
+    lines = wait_for_line(process, "%1B")
+    expected = [r"nanovllm: POST /v1/completions 200 \d+\.\d ms\n"]
+    expected.append(r"nanovllm: GET /a%0A%1B 404 \d+\.\d ms\n")
+    assert len(lines) == 2
     assert all(map(re.fullmatch, expected, lines))
 
 
@@ -128,8 +121,6 @@ def test_pages_of_allowed_origins_may_send_requests(url):
         allowed = PAGE if status == 200 else None
         for reply in (asked, sent, rejected):
             assert reply.headers.get("Access-Control-Allow-Origin") == allowed
-        exposed = [reply.headers.get("Access-Control-Expose-Headers") for reply in (sent, rejected)]
-        assert exposed == ["X-Request-Id" if status == 200 else None] * 2
         if status == 200:
             assert "authorization" in asked.headers["Access-Control-Allow-Headers"]
 
@@ -141,37 +132,21 @@ def test_a_star_allows_all_origins():
     assert not is_foreign(request, ["*"])
 
 
-@pytest.mark.parametrize(
-    "encoding, status", [("gzip", 415), ("br, gzip", 415), ("identity", 200), ("", 200)]
-)
-def test_a_compressed_body_is_named(url, encoding, status):
-    body = json.dumps({"prompt": "x"}).encode()
-    if status == 415:
-        body = gzip.compress(body)
-    response = post(url, body, **{"Content-Encoding": encoding})
-    assert response.status_code == status
-    if status == 415:
-        message = f"Content-Encoding: {encoding} is not supported: send the body uncompressed"
-        assert response.json()["error"]["message"] == message
-
-
 def test_the_version_and_pings_need_no_key(url):
     assert CLIENT.get(f"{url}/version").json() == {"version": nanovllm.__version__}
-    for method in ("GET", "POST"):
-        assert CLIENT.request(method, f"{url}/ping").status_code == 200
+    assert CLIENT.get(f"{url}/ping").status_code == 200
 
 
 def test_unknown_paths_and_methods_are_named(url):
     response = CLIENT.get(f"{url}/v1/embeddings")
     assert response.status_code == 404
     message = response.json()["error"]["message"]
-    assert "/v1/embeddings" in message
-    assert "/v1/chat/completions" in message
+    assert message == "Not Found: GET /v1/embeddings"
     response = CLIENT.get(f"{url}/v1/completions")
     assert response.status_code == 405
     assert response.headers["allow"] == "POST"
     message = response.json()["error"]["message"]
-    assert "/v1/completions does not support GET: use POST" in message
+    assert message == "Method Not Allowed: GET /v1/completions"
     assert len(CLIENT.get(f"{url}/{'x' * 10_000}").text) < 1000
 
 
@@ -187,22 +162,12 @@ def test_an_unexpected_error_is_logged_and_not_shown(server):
     assert any("Traceback" in line for line in lines)
 
 
-@pytest.mark.parametrize("name", ["served", str(DEMO_MODEL)])
-def test_a_model_is_described(url, name):
-    cards = CLIENT.get(f"{url}/v1/models", headers=HEADERS).json()["data"]
-    assert CLIENT.get(f"{url}/v1/models/{name}", headers=HEADERS).json() == cards[0]
-    assert CLIENT.get(f"{url}/v1/models/", headers=HEADERS).json()["data"] == cards
-
-
 def test_an_unknown_model_is_an_error_with_a_code(url):
-    replies = [CLIENT.get(f"{url}/v1/models/some/{'x' * 5000}", headers=HEADERS)]
-    replies.append(post(url, {"model": "some/" + "x" * 5000, "prompt": "x"}))
-    for reply in replies:
-        assert reply.status_code == 404
-        error = reply.json()["error"]
-        assert error["code"] == "model_not_found"
-        assert len(error["message"]) < 500
-    assert CLIENT.get(f"{url}/v1/models/served").status_code == 401
+    reply = post(url, {"model": "some/" + "x" * 5000, "prompt": "x"})
+    assert reply.status_code == 404
+    error = reply.json()["error"]
+    assert error["code"] == "model_not_found"
+    assert len(error["message"]) < 500
 
 
 def test_metrics_are_described_in_words(url):
@@ -214,7 +179,7 @@ def test_metrics_are_described_in_words(url):
     assert "process_resident_memory_bytes" in text
     count = re.search(r"nanovllm_inter_token_seconds_count (\S+)", text)[1]
     assert 1 <= float(count)
-    assert metrics.GAUGES.keys() | metrics.COUNTERS.keys() == Stats.__annotations__.keys()
+    assert metrics.GAUGES < Stats.__annotations__.keys()
 
 
 def test_metrics_have_both_pools_of_blocks(tmp_path):
@@ -230,18 +195,15 @@ def test_metrics_have_both_pools_of_blocks(tmp_path):
         assert values[f"nanovllm_{name}"] == stats[name]
 
 
-def test_idle_connections_outlive_those_of_proxies():
-    assert web_server.KEEP_ALIVE_SECONDS == 75
-
-
 # --- start
 
 
 def run_main(monkeypatch, capsys, *arguments):
     """Return the error of a server that must not load its model."""
+    monkeypatch.setattr(sys, "argv", ["server", *arguments])
     monkeypatch.setattr(web_server, "LLM", lambda *_, **__: pytest.fail("the model was loaded"))
     with pytest.raises(SystemExit, match="2"):
-        web_server.main(list(arguments))
+        web_server.main()
     return capsys.readouterr().err
 
 

@@ -1,10 +1,8 @@
 """The schema of a parameter decides which value its text is."""
 
-import json
-
 import pytest
 
-from nanovllm.server.parameter_values import find_properties, write_value
+from nanovllm.server.parameter_values import find_properties, read_value
 
 DEEP = {"type": "string"}
 for _ in range(2000):
@@ -49,13 +47,10 @@ NULLABLE = {"anyOf": [STRING, {"type": "null"}]}
         ({}, "true", "true"),
         ({"description": "any"}, "null", None),
         (None, "[2, {}]", [2, {}]),
-        ({"type": 5}, '{"a": 1}', {"a": 1}),
         ({"type": ["unknown", []], "anyOf": 3, "enum": "ab"}, "a", "a"),
         (NULLABLE, "null", None),
-        (NULLABLE, "None", "None"),
         (NULLABLE, "true", "true"),
         ({"type": ["null", "string"]}, "null", None),
-        ({"type": "integer", "nullable": True}, "null", None),
         ({"type": ["string", "array"]}, "[]", "[]"),
         ({"type": ["array", "string"]}, "[]", []),
         ({"anyOf": [{"type": "integer"}, STRING]}, "5", 5),
@@ -63,28 +58,20 @@ NULLABLE = {"anyOf": [STRING, {"type": "null"}]}
         ({"type": "boolean"}, "True", True),
         ({"type": "boolean"}, "False", False),
         ({"type": "boolean"}, "\ntrue ", True),
-        ({"type": "boolean"}, "TRUE", True),
-        ({"type": ["boolean", "string"]}, "false\n", False),
-        ({"type": ["string", "boolean"]}, "FALSE", "FALSE"),
-        ({"enum": [False, "x"]}, "FALSE", False),
-        ({"enum": [False, "FALSE"]}, "FALSE", "FALSE"),
-        ({"type": "integer", "nullable": True}, "NULL", None),
         ({"type": "boolean"}, "1", "1"),
         ({"type": "integer"}, "true", "true"),
         ({"type": "integer"}, "+5", 5),
-        ({"type": "integer"}, "5.0", 5.0),
         ({"type": "integer"}, "5.5", "5.5"),
         ({"type": "integer"}, "9007199254740993", 9007199254740993),
         ({"type": "integer"}, "1" * 5000, "1" * 5000),
         ({"type": "number"}, "+.5", 0.5),
         ({"type": "number"}, "NaN", "NaN"),
         ({"type": "number"}, "5", 5),
-        ({"type": "array"}, "['a', True, None, (1,)]", ["a", True, None, [1]]),
+        ({"type": "array"}, "['a', True, None, (1,)]", ["a", True, None, (1,)]),
         ({"type": "array"}, '["a\n"]', ["a\n"]),
         ({"type": "array"}, "{1, 2}", "{1, 2}"),
         ({"type": ["array", "string"]}, "12, 34", "12, 34"),
         ({"type": ["integer", "null"]}, "None", None),
-        ({"type": ["string", "null"]}, "None", "None"),
         ({"type": "array"}, "[open('x')]", "[open('x')]"),
         ({"type": "array"}, "[" * 1000, "[" * 1000),
         ({"type": "object"}, "{'a': {'b': 1}}", {"a": {"b": 1}}),
@@ -94,15 +81,9 @@ NULLABLE = {"anyOf": [STRING, {"type": "null"}]}
     ],
 )
 def test_the_schema_decides(schema, text, expected):
-    value = json.loads(write_value(text, schema, DEFINITIONS))
+    value = read_value(text, schema, DEFINITIONS)
     assert value == expected
     assert type(value) is type(expected)
-
-
-def test_json_stays_as_it_was_written():
-    for text in ("0.10", "12345678901234567890.12345", "1E5"):
-        assert write_value(text, {"type": "number"}, {}) == text
-    assert write_value('{"a":1.0}', {"type": "object"}, {}) == '{"a":1.0}'
 
 
 def test_the_parameters_of_a_function_can_be_in_parts_of_its_schema():
@@ -113,8 +94,8 @@ def test_the_parameters_of_a_function_can_be_in_parts_of_its_schema():
     }
     found = find_properties(schema)
     assert found.keys() == {"a", "b"}
-    assert write_value("12345", found["a"], schema) == '"12345"'
-    assert write_value("null", found["b"], schema) == "null"
+    assert read_value("12345", found["a"], schema) == "12345"
+    assert read_value("null", found["b"], schema) is None
     for invalid in (None, {"properties": 5}, {"$ref": 5, "anyOf": {}}):
         assert find_properties(invalid) == {}
 
@@ -122,4 +103,4 @@ def test_the_parameters_of_a_function_can_be_in_parts_of_its_schema():
 def test_references_are_followed_once():
     """Each level doubles the paths."""
     levels = {f"level{i}": {"anyOf": [{"$ref": f"#/level{i + 1}"}] * 2} for i in range(60)}
-    assert write_value("1", {"$ref": "#/level0"}, {**levels, "level60": STRING}) == '"1"'
+    assert read_value("1", {"$ref": "#/level0"}, {**levels, "level60": STRING}) == "1"

@@ -11,7 +11,7 @@ from server_helpers import parse_body
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm.features.structured_outputs.grammars import StructuredOutputs
 from nanovllm.server.errors import ApiError
-from nanovllm.server.parameter_table import CHAT, COMPLETION
+from nanovllm.server.parameters import CHAT, COMPLETION, IGNORED, NEUTRAL
 from nanovllm.server.tokenization import detokenize, tokenize
 
 QUESTION = [{"role": "user", "content": "What is 12 + 30?"}]
@@ -38,41 +38,21 @@ def reject(llm, body, is_chat):
     return caught.value
 
 
-def list_values(table, kind):
-    """The values of a table, a pair of name and value each."""
-    for name, use in table.items():
-        if kind is list and isinstance(use, list):
-            yield from ((name, value) for value in use)
-        elif use == kind:
-            yield name, {"any": ["value"]}
-
-
-@pytest.mark.parametrize("is_chat, table", [(True, CHAT), (False, COMPLETION)])
-def test_neutral_and_ignored_values_change_nothing(llm, is_chat, table):
+@pytest.mark.parametrize("is_chat, names", [(True, CHAT), (False, COMPLETION)])
+def test_values_that_say_nothing_change_nothing(llm, is_chat, names):
     expected = parse_body(llm, VALID[is_chat], is_chat)
-    accepted = [*list_values(table, list), *list_values(table, "ignored")]
-    accepted += [(name, None) for name in [*table, "unknown"] if name not in VALID[is_chat]]
-    assert len(accepted) > 50
+    accepted = [("unknown", value) for value in (None, False, 0, 0.0, "", [], {})]
+    accepted += [(name, {"any": ["value"]}) for name in IGNORED]
+    accepted += [(name, value) for name in NEUTRAL.keys() - names for value in NEUTRAL[name]]
+    accepted += [(name, None) for name in names - VALID[is_chat].keys()]
     for name, value in accepted:
-        found = parse_body(llm, {**VALID[is_chat], name: value}, is_chat)
-        assert found == expected, name
+        assert parse_body(llm, {**VALID[is_chat], name: value}, is_chat) == expected, name
 
 
-@pytest.mark.parametrize("is_chat, other", [(True, COMPLETION), (False, CHAT)])
-def test_neutral_values_of_the_other_endpoint_change_nothing(llm, is_chat, other):
-    expected = parse_body(llm, VALID[is_chat], is_chat).prompts
-    for name, value in list_values(other, list):
-        if name != "add_special_tokens":  # its neutral value differs
-            body = {**VALID[is_chat], name: value}
-            assert parse_body(llm, body, is_chat).prompts == expected, name
-
-
-@pytest.mark.parametrize("is_chat, table", [(True, CHAT), (False, COMPLETION)])
-def test_other_values_are_rejected_by_name(llm, is_chat, table):
-    for name, value in list_values(table, list):
-        if isinstance(value, bool) and (not value) in table[name]:
-            continue  # both are neutral
-        for other in ("x", [3], {"x": 1}, 7, not value):
+@pytest.mark.parametrize("is_chat, names", [(True, CHAT), (False, COMPLETION)])
+def test_other_values_are_rejected_by_name(llm, is_chat, names):
+    for name in ["unknown", "max_new_tokens", *NEUTRAL.keys() - names]:
+        for other in ("x", [3], {"x": 1}, 7):
             error = reject(llm, {name: other}, is_chat)
             assert error.param == name
             assert name in error.message
@@ -89,19 +69,16 @@ def test_other_values_are_rejected_by_name(llm, is_chat, table):
         (True, {"prompt": "x"}, "prompt"),
         (True, {"add_special_tokens": True}, "add_special_tokens"),
         (True, {"echo": True}, "echo"),
-        (True, {"enable_thinking": False}, "enable_thinking"),
+        (True, {"enable_thinking": True}, "enable_thinking"),
         (True, {"detokenize": False}, "detokenize"),
         (True, {"stream_options": {"include_usage": True}}, "stream_options"),
         (True, {"stream_options": {}, "stream": False}, "stream_options"),
         (True, {"stream": True, "stream_options": {"foo": 1}}, "stream_options.foo"),
         (True, {"stream": True, "stream_options": {"include_usage": 2}}, "stream_options.include"),
-        (True, {"reasoning_effort": "lots"}, "reasoning_effort"),
         (True, {"reasoning_effort": {"effort": "low"}}, "reasoning_effort"),
         (False, {"n_predict": 16}, "n_predict"),
         (True, {"": "x", "unknown": "x"}, ""),
-        (True, {"response_format": {"type": "json_object", "schema": 0}}, "response_format"),
         (False, {"max_tokens": -1}, "max_tokens"),
-        (False, {"repetition_penalty": 1.2, "repeat_last_n": 64}, "repeat_last_n"),
         (False, {"mirostat": 2, "mirostat_tau": 5.0}, "mirostat"),
         (True, {"temperature": -1}, "temperature"),
         (True, {"max_completion_tokens": 0}, "max_completion_tokens"),
@@ -116,8 +93,6 @@ def test_other_values_are_rejected_by_name(llm, is_chat, table):
         (True, {"messages": []}, "messages"),
         (True, {"messages": None}, "messages"),
         (True, {"messages": [{"role": "user", "content": 12}]}, "messages"),
-        (True, {"stream": True, "stream_options": {"zzz": False}}, "stream"),
-        (False, {"best_of": True}, "best_of"),
         (False, {"prompt": [True, False]}, "prompt"),
         (False, {"prompt": [1, {}]}, "prompt"),
         (False, {"model": "demo_model", "prompt": {"model": 1}}, "prompt"),
@@ -132,7 +107,6 @@ def test_other_values_are_rejected_by_name(llm, is_chat, table):
         (True, {"tools": [TOOL], "tool_choice": call("subtract")}, "tool_choice"),
         (True, {"tools": [TOOL], "tool_choice": "add"}, "tool_choice"),
         (True, {"tools": [TOOL], **CALL, "parallel_tool_calls": 1}, "parallel_tool_calls"),
-        (True, {"include_reasoning": 0}, "include_reasoning"),
         (True, {"chat_template_kwargs": 3}, "chat_template_kwargs"),
         (True, {"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs.tokenize"),
         (True, {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
@@ -238,37 +212,23 @@ def test_an_error_of_the_tokenizer_is_an_error_of_the_tokens(llm, monkeypatch):
             {"stream": True, "stream_options": {"foo": 1}},
             "'stream_options.foo' with the value 1 is not supported: leave it out",
         ),
-        (
-            False,
-            {"max_tokens": 4, "n_predict": 5},
-            "'n_predict' with the value 5 is not supported: use max_tokens",
-        ),
-        (
-            True,
-            {"reasoning_effort": "lots"},
-            "reasoning_effort must be one of 'none', 'minimal', 'low', 'medium', 'high', 'xhigh',"
-            " 'max', not 'lots'",
-        ),
     ],
 )
 def test_messages_of_errors(llm, is_chat, body, message):
     assert reject(llm, body, is_chat).message == message
 
 
-@pytest.mark.parametrize("name", ["tools", "chat_template_kwargs"])
-def test_a_lone_surrogate_is_blamed_on_its_parameter(llm, monkeypatch, name):
-    template = "{{ tools }}{{ text }}{{ messages[0].content }}"
+@pytest.mark.parametrize("name", ["chat_template_kwargs", "messages"])
+def test_a_lone_surrogate_is_an_error_of_the_client(llm, monkeypatch, name):
+    template = "{{ text }}{{ messages[0].content }}"
     monkeypatch.setattr(llm.tokenizer, "chat_template", template)
     text = "\ud800"
-    function = {**TOOL["function"], "description": text}
-    values = {"tools": [{**TOOL, "function": function}], "chat_template_kwargs": {"text": text}}
+    message = {"role": "user", "content": text}
+    values = {"messages": [message], "chat_template_kwargs": {"text": text}}
     body = {**VALID[True], name: values[name]}
     for parse in (partial(parse_body, is_chat=True), lambda llm, body: tokenize(body, llm)):
-        with pytest.raises(ApiError, match=f"{name}: .* surrogates not allowed") as caught:
+        with pytest.raises(ApiError, match="surrogates not allowed"):
             parse(llm, body)
-        assert caught.value.param == name
-    message = {"messages": [{"role": "user", "content": text}]}
-    assert reject(llm, message, True).param == "messages"
 
 
 def test_a_reasoning_effort_is_checked_before_its_tokens_are_counted(llm):
@@ -284,15 +244,9 @@ QUIRKS = [
     ({"max_tokens": True}, "max_tokens"),
     ({"max_tokens": 10**6}, {"max_tokens": 10**6}),  # max_model_len ends the sequence
     ({"max_tokens": None}, {}),
-    ({"max_tokens": -1}, {}),
-    ({"max_tokens": -2}, "max_tokens"),
-    ({"max_tokens": 5, "n_predict": 5.0, "max_new_tokens": 5}, {"max_tokens": 5}),
-    ({"seed": 7, "sampler_seed": 7, "stop": ["a"], "stopping_strings": ["b"]}, "stopping_strings"),
-    ({"repetition_penalty": 1.2, "repeat_penalty": 1.2}, {"repetition_penalty": 1.2}),
-    ({"repetition_penalty": 1.2, "rep_pen": 1.1}, "rep_pen"),
+    ({"max_tokens": -1}, "max_tokens"),
     ({"max_tokens": 5, "max_completion_tokens": 6}, {"max_tokens": 6}),
     ({"n": 2.0}, {"n": 2}),
-    ({"stop_token_ids": [2.0, 3]}, {"stop_token_ids": [2, 3]}),
     ({"stop_token_ids": [2.5]}, "stop_token_ids[0]"),
     ({"seed": -1.0}, {"seed": None}),
     ({"seed": "7"}, "seed"),
@@ -330,17 +284,6 @@ def test_what_clients_stumble_over_is_decided(llm, body, expected):
         return
     [(_, params, _)], _ = parse_body(llm, {**VALID[True], **body}, True)
     assert params == SamplingParams(**{"max_tokens": llm.max_model_len, **expected})
-
-
-@pytest.mark.parametrize("prompt", [[3.0, 4], [[3.0, 4], [5, 6.0]], [3.5], [[[3.0]]]], ids=str)
-def test_a_token_id_can_be_written_as_a_float(llm, prompt):
-    """As all integers of a body."""
-    if prompt in ([3.5], [[[3.0]]]):
-        assert reject(llm, {"prompt": prompt}, is_chat=False).param == "prompt"
-        return
-    found = [ids for ids, *_ in parse_body(llm, {"prompt": prompt}, is_chat=False).prompts]
-    assert found == ([prompt] if prompt[0] == 3.0 else prompt)
-    assert {type(token_id) for ids in found for token_id in ids} == {int}
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from server_helpers import CLIENT, KEY, NUM_BLOCKS, OPTIONS, connect, post, start, stream
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
-from nanovllm.server.openai_api import MAX_BODY_BYTES
-from nanovllm.server.parameter_table import CHAT, COMPLETION
+from nanovllm.server.bodies import MAX_BODY_BYTES
+from nanovllm.server.parameters import CHAT, COMPLETION, NEUTRAL
 from nanovllm.server.web_server import main
 
 LONG = {"prompt": [5], "max_tokens": 900, "ignore_eos": True, "n": 4}
@@ -309,7 +309,7 @@ JSON = st.recursive(
     max_leaves=6,
 )
 # Without max_completion_tokens, so that max_tokens keeps replies short.
-NAMES = sorted((CHAT.keys() | COMPLETION.keys()) - {"max_completion_tokens"})
+NAMES = sorted((CHAT | COMPLETION | NEUTRAL.keys()) - {"max_completion_tokens"})
 BODIES = st.dictionaries(st.sampled_from(NAMES) | TEXTS, JSON, max_size=6)
 NUM_TOKENS = st.sampled_from([-1, 0, 1, 2, 2.5, "2", [], {}])
 PATHS = st.sampled_from(["/v1/completions", "/v1/chat/completions"])
@@ -463,9 +463,10 @@ def test_a_failed_engine_ends_the_server():
         (["--playground", "--allowed-origins", "*"], "none of --api-key, --allowed-origins"),
     ],
 )
-def test_invalid_options_are_named(capsys, arguments, message):
+def test_invalid_options_are_named(monkeypatch, capsys, arguments, message):
+    monkeypatch.setattr(sys, "argv", ["server", *arguments])
     with pytest.raises(SystemExit, match="2"):
-        main(arguments)
+        main()
     assert message in capsys.readouterr().err
 
 

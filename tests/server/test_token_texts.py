@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from nanovllm import LLM
-from nanovllm.server.logprobs import LogprobsWriter
+from nanovllm.server.token_texts import TokenTexts
 
 SPECIAL = ["<s>", "</s>"]
 WORDS = ["▁", "▁the", "▁cat", "the", "a", "b", "é"]
@@ -127,7 +127,7 @@ def test_a_chat_lists_as_many_candidates_as_requested(llm):
 def test_bytes_join_to_the_bytes_of_the_text(llm):
     """Also those of a character that has several tokens."""
     prompt, ids = [llm.tokenizer.encode(text, add_special_tokens=False) for text in ("a", "é你 a")]
-    writer = LogprobsWriter(llm.vocabulary, prompt)
+    writer = TokenTexts(llm.vocabulary, prompt)
     entries = [{token_id: -0.5} for token_id in ids]
     content = writer.write_chat(ids, entries, is_last=True, num_top=0)["content"]
     data = b"".join(bytes(entry["bytes"]) for entry in content)

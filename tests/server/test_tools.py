@@ -80,14 +80,13 @@ def test_a_reply_with_calls(llm, reason):
 
 
 def test_a_stream_with_calls(llm):
-    chunks = answer(llm, CALL, stream=True)
+    chunks = answer(llm, f"{CALL}{CALL}", stream=True)
     deltas = [chunk["delta"] for chunk in chunks]
     assert deltas[0] == {"role": "assistant"}
     entries = [entry for delta in deltas for entry in delta.get("tool_calls", [])]
+    assert [entry["index"] for entry in entries] == [0, 1]
     assert entries[0].keys() == {"index", "id", "type", "function"}
-    assert entries[0]["function"] == {"name": "add", "arguments": "{"}
-    assert len(entries) > 5
-    assert "".join(entry["function"]["arguments"] for entry in entries) == '{"a": 1}'
+    assert entries[0]["function"] == FUNCTION
     assert [chunk["finish_reason"] for chunk in chunks[-2:]] == [None, "tool_calls"]
 
 
@@ -191,20 +190,6 @@ def test_the_tokens_of_thoughts_are_counted(special, llm):
     assert "completion_tokens_details" not in usage
 
 
-def test_thoughts_are_counted_without_decoding_the_reply_for_each_step(llm, monkeypatch):
-    decode = llm.tokenizer.decode
-    sizes = []
-
-    def count(token_ids, **options):
-        sizes.append(len(token_ids))
-        return decode(token_ids, **options)
-
-    monkeypatch.setattr(llm.tokenizer, "decode", count)
-    usage = reply_to(llm, f"<think>{'so, ' * 1000}</think>Yes.")["usage"]
-    assert usage["completion_tokens_details"]["reasoning_tokens"] >= 2000
-    assert sum(sizes) < 5 * usage["completion_tokens"]
-
-
 def test_a_message_with_calls_needs_no_content(llm):
     call = {"type": "function", "id": "call_0", "function": FUNCTION}
     for content in (None, "", []):
@@ -213,10 +198,12 @@ def test_a_message_with_calls_needs_no_content(llm):
         parse_body(llm, {"messages": messages}, True)
 
 
-def test_a_call_that_was_cut_off_can_be_sent_back(llm):
+def test_a_call_that_was_cut_off_is_text(llm):
     (choice,) = answer(llm, CALL[:-15], "length")
-    message = choice["message"]
-    assert message["tool_calls"][0]["function"]["arguments"] == '{"a": 1'
+    assert choice["message"]["content"] == CALL[:-15]
+    assert choice["finish_reason"] == "length"
+    call = {"type": "function", "id": "call_0", "function": {**FUNCTION, "arguments": '{"a": 1'}}
+    message = {"role": "assistant", "content": None, "tool_calls": [call]}
     parse_body(llm, {**BODY, "messages": [message, *BODY["messages"]]}, True)
 
 
@@ -249,8 +236,6 @@ def test_reasoning_has_two_names(llm):
     deltas = [chunk["delta"] for chunk in answer(llm, text, parses_reasoning=True, stream=True)]
     for name in ("reasoning", "reasoning_content"):
         assert "".join(delta.get(name, "") for delta in deltas) == "So."
-    (choice,) = answer(llm, text, parses_reasoning=True, include_reasoning=False)
-    assert not {"reasoning", "reasoning_content"} & choice["message"].keys()
     (choice,) = answer(llm, text, tools=[])
     assert choice["message"]["content"] == text
 

@@ -19,7 +19,6 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.features.speculation.costs import StepCosts
 from nanovllm.features.speculation.drafts import Drafts
 from nanovllm.features.windows import Windows
-from nanovllm.server.playground import QWEN3_5
 from nanovllm.trace import save_page
 from nanovllm.trace.__main__ import main as trace_main
 from nanovllm.trace.tour import show_scheduling
@@ -186,9 +185,9 @@ def serve_drafts_between_prompts(llm):
 
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory):
-    """The path of the config of a model with recurrent states."""
+    """The path of a model with recurrent states."""
     path = tmp_path_factory.mktemp("hybrid")
-    QWEN3_5.save_pretrained(path)
+    make_family(path, "qwen3_5")
     return str(path)
 
 

@@ -1,4 +1,4 @@
-"""Log probabilities as OpenAI's API writes them: tokens by text, bytes and offset.
+"""Tokens and log probabilities as OpenAI's API writes them, by text, bytes and offset.
 
     text          " Hello 你"          of five tokens; the last three are the bytes of a character
     tokens        " Hello", " ", "", "", "你"      join to the text, unless a token is special
@@ -19,7 +19,7 @@ Entries = Sequence[dict[int, float] | None]
 LEAST_LOGPROB = -9999.0  # stands for -inf, as in vLLM, because JSON has no infinity
 
 
-class LogprobsWriter:
+class TokenTexts:
     """Describes the tokens of one choice, in order."""
 
     def __init__(self, vocabulary: Vocabulary, prompt_token_ids: list[int]) -> None:
@@ -40,13 +40,13 @@ class LogprobsWriter:
             "top_logprobs": [],
             "text_offset": [],
         }
-        for index, (token_id, entry) in enumerate(zip(token_ids, entries, strict=True), 1):
+        for index, (token_id, entry) in enumerate(zip(token_ids, entries), 1):
             found["text_offset"].append(self.offset)
             token = self._take(token_id, is_last and index == len(token_ids))
             names = self._name_candidates(entry, token_id, token)
             found["tokens"].append(token)
-            found["token_logprobs"].append(names[token] if entry else None)
-            found["top_logprobs"].append(names if entry else None)
+            found["token_logprobs"].append(names.get(token))
+            found["top_logprobs"].append(names or None)
         return found
 
     def write_chat(
@@ -54,7 +54,7 @@ class LogprobsWriter:
     ) -> JsonObject:
         """Describe more tokens as a chat does, each with its `num_top` best candidates."""
         content: list[JsonObject] = []
-        for index, (token_id, entry) in enumerate(zip(token_ids, entries, strict=True), 1):
+        for index, (token_id, entry) in enumerate(zip(token_ids, entries), 1):
             token = self._take(token_id, is_last and index == len(token_ids))
             names = self._name_candidates(entry, token_id, token)
             candidates = [
