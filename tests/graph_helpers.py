@@ -44,6 +44,22 @@ def make_graphs(worker, max_num_tokens):
         return graphs.CudaGraphs(step, worker.model, batch, worker.device, max_num_tokens)
 
 
+def capture_on_the_cpu(monkeypatch, decoder, backend, batches, **options):
+    """Call capture_graphs for a decoder whose weights claim to be on a GPU."""
+    weights = [
+        SimpleNamespace(device=torch.device("cuda"), numel=each.numel)
+        for each in decoder.parameters()
+    ]
+    repeat_steps(monkeypatch)
+    monkeypatch.setattr(decoder, "parameters", lambda: iter(weights))
+    with monkeypatch.context() as patch:
+        make = graphs.CudaGraphs
+        patch.setattr(
+            graphs, "CudaGraphs", lambda *args: make(*args[:3], torch.device("cpu"), *args[4:])
+        )
+        return graphs.capture_graphs(decoder, decoder, backend, batches, **options)
+
+
 def replay_on_the_cpu(monkeypatch, max_num_tokens=64):
     """Let plain engines on the CPU replay their steps, from their start on."""
 

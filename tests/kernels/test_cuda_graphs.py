@@ -23,7 +23,7 @@ from conftest import (
     random_prompt,
 )
 from families import make_family
-from graph_helpers import make_graphs, repeat_steps
+from graph_helpers import capture_on_the_cpu, make_graphs, repeat_steps
 from torch import Tensor, nn
 from transformers import Qwen3_5TextConfig
 
@@ -77,6 +77,35 @@ def test_little_of_a_graph_is_padding(max_num_seqs, monkeypatch):
             decodes = num_seqs - num_long
             assert decodes <= num_decodes <= min(4 * decodes, max_num_seqs)
             assert num_long <= num_long_queries <= min(4 * num_long, max_num_seqs)
+
+
+class Backend:
+    GRAPHS_HAVE_DECODES_ONLY = False
+
+
+@pytest.mark.parametrize("only_largest", [False, True])
+@pytest.mark.parametrize("decodes_only", [False, True])
+def test_some_graphs_are_captured_at_the_start(monkeypatch, only_largest, decodes_only):
+    """All sizes of decodes, the largest step, and those of the self-test."""
+    monkeypatch.setattr(Backend, "GRAPHS_HAVE_DECODES_ONLY", decodes_only)
+    monkeypatch.setattr(graphs, "_TOKENS_TIMES_WEIGHT", 30 * 40)
+    decoder = Recorder()
+    decoder.weight = nn.Parameter(torch.zeros(30))
+    tables = torch.zeros(2, 9, dtype=torch.int32)
+    batches = [
+        make_decodes(40),
+        make_batch([2], [2], tables[:1]),
+        make_batch([2, 1], [2, 1], tables),
+    ]
+    captured = capture_on_the_cpu(monkeypatch, decoder, Backend, batches, only_largest=only_largest)
+    kinds = {(40, 40, 0)} if decodes_only else {(40, 40, 40)}
+    if not only_largest:
+        kinds |= {(size, size, 0) for size in (1, 2, 4, 8, 16, 24, 32, 40)}
+        if not decodes_only:
+            kinds |= {(2, 0, 1), (4, 1, 1)}
+    assert captured.graphs.keys() == kinds
+    reserved = 0 if captured.reserved is None else captured.reserved.nbytes
+    assert reserved == (160 << 21 if only_largest else 0)
 
 
 def make_random_batch(rng, max_num_seqs, has_windows):
