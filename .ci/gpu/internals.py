@@ -124,17 +124,9 @@ def remove_the_gpu_work(llm: LLM, max_num_seqs: int, sampled: torch.Tensor) -> N
     model = NoModel(torch.zeros(max_num_seqs, 8))
     worker.model = model
 
-    def capture(step, *_):
-        return SimpleNamespace(replay=lambda: None), step()
-
-    with patch.object(graphs, "capture", capture):
-        worker.graphs = graphs.CudaGraphs(
-            make_step(worker),
-            model,
-            graphs.list_batch_sizes(max_num_seqs),
-            make_dummy_batch(worker, [1]),
-            worker.device,
-        )
+    graphs.capture = lambda *_: SimpleNamespace(replay=lambda: None)
+    batch = make_dummy_batch(worker, [1] * max_num_seqs)
+    worker.graphs = graphs.CudaGraphs(make_step(worker), model, batch, worker.device)
     llm.model_runner.sampler = lambda logits, batch: sampled[: len(logits)]
     # Into pinned memory, and to the device.
     sampler.to_device = lambda array, device: torch.from_numpy(array).clone().clone()
