@@ -25,18 +25,20 @@ def test_padding_of_a_cuda_graph_is_harmless(monkeypatch, lengths, num_surplus, 
     query, kv_cache, batch = step
     expected = attend(triton_backend, *step, window)
     num_seqs = len(batch.context_lens)
-    ends = batch.cu_seqlens_q[-1:].repeat(num_surplus)
+    num_padding = num_surplus + 20
+    ends = batch.cu_seqlens_q[-1:].repeat(num_padding)
     surplus = torch.arange(num_seqs, num_seqs + num_surplus, dtype=torch.int32, device=DEVICE)
+    zeros = torch.zeros_like(ends)
     padded = replace(
         batch,
         cu_seqlens_q=torch.cat((batch.cu_seqlens_q, ends)),
-        context_lens=torch.cat((batch.context_lens, torch.zeros_like(surplus))),
-        block_tables=torch.cat((batch.block_tables, batch.block_tables[:1].repeat(num_surplus, 1))),
+        context_lens=torch.cat((batch.context_lens, zeros)),
+        block_tables=torch.cat((batch.block_tables, batch.block_tables[:1].repeat(num_padding, 1))),
         long_queries=torch.cat((batch.long_queries, surplus)),
     )
     if len(batch.long_queries) == 0:
         padded = replace(padded, long_queries=batch.long_queries)
-    query = torch.cat((query, torch.full_like(query, torch.nan)))
+    query = torch.cat((query, torch.full_like(query[:1], torch.nan)))
     output = attend(triton_backend, query, kv_cache, padded, window)
     assert torch.equal(output[: len(expected)], expected)
 
