@@ -254,6 +254,8 @@ def test_long_and_new_kinds_of_steps_are_not_replays(monkeypatch):
     captured = make_decoder_graphs(Recorder(), make_decodes(4), 30)
     assert captured.covers(prompts[32])  # rounded up
     assert not captured.covers(prompts[33])
+    assert not captured.covers(make_decodes(5))
+    assert not captured.covers(make_batch([1, 1, 1, 1, 2], [5] * 5, tables.repeat(5, 1)))
     captured.run(prompts[2])
     monkeypatch.setattr(graphs, "_MAX_GRAPHS", 1)
     assert captured.covers(prompts[2])
