@@ -43,9 +43,13 @@ def test_random_engine(models, tmp_path, seed):
     run(models, tmp_path, seed)
 
 
-@pytest.mark.parametrize("seed", range(1000, 1006))
+# Windows and states among them, drafts, budgets of 5 tokens, and prompt log probabilities.
+@pytest.mark.parametrize("seed", [1001, 1003, 1004, 1007, 1009, 1010])
 def test_random_engine_with_cuda_graphs(models, tmp_path, monkeypatch, seed):
-    """A replay computes a step again, with padding, in plain layers. Some engines overlap steps."""
+    """A replay computes a step again, with padding, in plain layers.
+
+    Steps overlap, except with drafts.
+    """
     pytest.importorskip("triton", reason="triton is not installed")
     replay_on_the_cpu(monkeypatch)
     case = Case(models, seed)
@@ -55,7 +59,7 @@ def test_random_engine_with_cuda_graphs(models, tmp_path, monkeypatch, seed):
     def make_and_overlap(**options):
         llm = make_llm(**options)
         assert llm.executor.worker.graphs is not None
-        llm.overlaps = seed % 2 == 0 and case.options["num_speculative_tokens"] == 0
+        llm.overlaps = case.options["num_speculative_tokens"] == 0
         return llm
 
     monkeypatch.setattr(case, "make_llm", make_and_overlap)

@@ -108,6 +108,21 @@ def test_some_graphs_are_captured_at_the_start(monkeypatch, only_largest, decode
     assert reserved == (160 << 21 if only_largest else 0)
 
 
+@pytest.mark.parametrize("failing", [1, 2])
+def test_graphs_of_prompts_can_fail_alone(monkeypatch, failing):
+    """As a kernel for prompts or for decodes can fail on some GPU."""
+    monkeypatch.setattr(graphs, "can_replay", lambda _, batch: len(batch.input_ids) != failing)
+    decoder = Recorder()
+    decoder.weight = nn.Parameter(torch.zeros(30))
+    prompt = make_batch([2], [2], torch.zeros(1, 9, dtype=torch.int32))
+    captured = capture_on_the_cpu(monkeypatch, decoder, Backend, [make_decodes(1), prompt])
+    if failing == 1:
+        assert captured is None
+    else:
+        assert captured.covers(make_decodes(1))
+        assert not captured.covers(prompt)
+
+
 def make_random_batch(rng, max_num_seqs, has_windows):
     """Make a batch without zeros, in which padding would be noticed."""
     num_seqs = rng.randint(1, max_num_seqs)
