@@ -33,7 +33,7 @@ host has not read yet (engine/sequence.py). The worker fills it in on the device
 
 utils/packing.py iterates over the fields to send a batch to other ranks and to copy it into CUDA
 graphs. A new field therefore needs one line below, one in make_batch and one in ModelRunner. (A
-number, or an array of a new shape, also needs an entry in the layouts of graphs.py.) An array is
+number, or an array of a new shape, also needs an entry in find_sizes of graphs.py.) An array is
 declared with its shape. `padding` is what a graph reads past the end of an array, and 0 if not
 given (kernels/cuda/graph_kernels.py). Numbers are fixed when a graph is captured, see graphs.py.
 
