@@ -33,9 +33,9 @@ host has not read yet (engine/sequence.py). The worker fills it in on the device
 
 packing.py iterates over the fields to send a batch to other ranks and to copy it into CUDA
 graphs. A new field therefore needs one line below, one in make_batch and one in ModelRunner. (A
-number, or an array of a new shape, also needs an entry in the layouts of graphs.py.) An array is
-declared with its shape. `padding` is for the rows that a graph has beyond those of the batch, and 0
-if not given. Numbers are fixed when a graph is captured, see graphs.py.
+number, or an array of a new shape, also needs an entry in find_sizes of graphs.py.) An array is
+declared with its shape. `padding` is what a graph reads past the end of an array, and 0 if not
+given (kernels/cuda/graph_kernels.py). Numbers are fixed when a graph is captured, see graphs.py.
 
 Noise and Filters say how to sample. They go to the sampler only, on rank 0.
 """
@@ -56,7 +56,7 @@ class Batch(Generic[Array]):
     input_ids: Annotated[Array, "num_tokens"]
     positions: Annotated[Array, "num_tokens"]
     slot_mapping: Annotated[Array, "num_tokens", {"padding": -1}]
-    cu_seqlens_q: Annotated[Array, "num_seqs + 1", {"padding": "row index"}]
+    cu_seqlens_q: Annotated[Array, "num_seqs + 1", {"padding": "last entry"}]
     context_lens: Annotated[Array, "num_seqs"]
     block_tables: Annotated[Array, "num_seqs, max_blocks"]
     logits_indices: Annotated[Array, "num_logits"]
@@ -64,7 +64,7 @@ class Batch(Generic[Array]):
     write_slots: Annotated[Array, "num_seqs"]
     window_slots: Annotated[Array, "num_window_tokens", {"padding": -1}]
     window_tables: Annotated[Array, "num_seqs, max_window_blocks"]
-    long_queries: Annotated[Array, "num_long_queries"]
+    long_queries: Annotated[Array, "num_long_queries", {"padding": "next sequences"}]
     max_seqlen_q: int  # 1 if every sequence has one query token
     max_seqlen_k: int
 

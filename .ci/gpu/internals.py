@@ -5,7 +5,7 @@ These names can move. `bash .ci/gpu/run 240 dry` uses each of them.
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -33,7 +33,7 @@ from nanovllm.kernels.cuda import attention, graphs
 from nanovllm.layers import sampler
 from nanovllm.layers.attention import AttentionShape
 from nanovllm.models.architectures import read_spec as read_spec
-from nanovllm.worker import executor
+from nanovllm.worker import executor, startup
 from nanovllm.worker.dummy_steps import make_dummy_batch
 from nanovllm.worker.process_groups import Place
 from nanovllm.worker.startup import make_step
@@ -124,20 +124,70 @@ def remove_the_gpu_work(llm: LLM, max_num_seqs: int, sampled: torch.Tensor) -> N
     model = NoModel(torch.zeros(max_num_seqs, 8))
     worker.model = model
 
-    def capture(step, *_):
-        return SimpleNamespace(replay=lambda: None), step()
-
-    with patch.object(graphs, "capture", capture):
-        worker.graphs = graphs.CudaGraphs(
-            make_step(worker),
-            model,
-            graphs.list_batch_sizes(max_num_seqs),
-            make_dummy_batch(worker, [1]),
-            worker.device,
-        )
+    graphs.capture = lambda *_: SimpleNamespace(replay=lambda: None)
+    batch = make_dummy_batch(worker, [1] * max_num_seqs)
+    worker.graphs = graphs.CudaGraphs(make_step(worker), model, batch, worker.device)
     llm.model_runner.sampler = lambda logits, batch: sampled[: len(logits)]
     # Into pinned memory, and to the device.
     sampler.to_device = lambda array, device: torch.from_numpy(array).clone().clone()
+
+
+@contextmanager
+def only_decodes_replay_graphs(llm: LLM) -> Iterator[None]:
+    """Let steps with prompts run eagerly."""
+    captured = llm.executor.worker.graphs
+    if captured is None:
+        yield
+        return
+    largest = captured.largest
+    captured.largest = largest._replace(num_long_queries=0)
+    try:
+        yield
+    finally:
+        captured.largest = largest
+
+
+def count_graphs(llm: LLM) -> int:
+    captured = llm.executor.worker.graphs
+    return 0 if captured is None else len(captured.graphs)
+
+
+@contextmanager
+def time_start(clock: Callable[[], float]) -> Iterator[dict[str, list[float]]]:
+    """Measure the seconds of the parts of a start. Those of a profile run include its graph.
+
+    "MB of graphs" is memory of the driver, beside that of torch.
+    """
+    parts: dict[str, list[float]] = {"MB of graphs": []}
+    capture_graphs = startup.capture_graphs
+
+    def capture_and_measure(*args, **options) -> None:
+        before = count_driver_bytes()
+        capture_graphs(*args, **options)
+        parts["MB of graphs"].append((count_driver_bytes() - before) / 1e6)
+
+    owners = {
+        "Worker": executor,
+        "optimize": startup,
+        "profile": startup,
+        "capture_graphs": startup,
+        "run_dummy_step": startup,
+    }
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(startup, "capture_graphs", capture_and_measure))
+        for name, owner in owners.items():
+            parts[name] = []
+            timed = _timed(getattr(owner, name), clock, parts[name])
+            stack.enter_context(patch.object(owner, name, timed))
+        yield parts
+
+
+def count_driver_bytes() -> int:
+    if not ON_GPU:
+        return 0
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()
 
 
 def watch_steps(llm: LLM, see: Callable[[], object]) -> None:
@@ -169,9 +219,9 @@ def time_parts(llm: LLM, clock: Callable[[], float]) -> dict[str, list[float]]:
 
 
 def _timed(function: Callable, clock: Callable[[], float], seconds: list[float]) -> Callable:
-    def run_and_time(*args):
+    def run_and_time(*args, **options):
         start = clock()
-        result = function(*args)
+        result = function(*args, **options)
         seconds.append(clock() - start)
         return result
 

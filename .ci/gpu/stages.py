@@ -99,6 +99,8 @@ STAGES = [
     Stage("bench", [Job("bench", 150, "python bench.py --repeat 2 --json")]),
     # Milliseconds of decodes, mixed steps and prefills, and where they go.
     Stage("steps", [Job("steps", 120, "python .ci/gpu/steps.py")]),
+    # Where the seconds of a start go, and the memory of CUDA graphs.
+    Stage("start", [Job("start", 90, "python .ci/gpu/start.py")]),
     # The engine against transformers, and each kernel against plain layers.
     Stage(
         "gpu",
@@ -169,6 +171,7 @@ DRY = Stage(
         Job("selections", 200, "python .ci/gpu/selections.py"),
         Job("sweep", 200, "python .ci/gpu/sweep.py"),
         Job("steps", 200, "python .ci/gpu/steps.py"),
+        Job("start", 200, "python .ci/gpu/start.py"),
         Job("host", 200, "python .ci/gpu/host.py 1 32"),
         Job("attend", 200, f"{CHECKS} attend float32 64 2 small"),
         Job("machine", 200, f"{CHECKS} machine"),

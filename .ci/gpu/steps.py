@@ -7,9 +7,10 @@
     busy     kernels on the GPU
 
 Decodes of 1, 32 and 256 sequences of 1,000 tokens; 252 of them beside a prompt that arrives;
-prefills. Without a GPU, everything is tiny. All steps are timed before the first one is profiled,
-because torch's profiler slows each launch of its process, also after its end. Each measurement is a
-line to read and a line of JSON, which names the card and has the longest kernels.
+prefills. Steps with prompts are also run as if only decodes had CUDA graphs ("eager"). Without a
+GPU, everything is tiny. All steps are timed before the first one is profiled, because torch's
+profiler slows each launch of its process, also after its end. Each measurement is a line to read
+and a line of JSON, which names the card and has the longest kernels.
 """
 
 import json
@@ -17,6 +18,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from tempfile import TemporaryDirectory
@@ -32,6 +34,7 @@ from internals import (
     describe_hardware,
     find_sizes,
     measure_peak_rates,
+    only_decodes_replay_graphs,
     read_spec,
 )
 from torch.profiler import ProfilerActivity, profile
@@ -152,6 +155,18 @@ def profile_steps(title: str, step: Step, number: int, floor_ms: float | None) -
     print(json.dumps(described), flush=True)
 
 
+def compare(
+    llm: LLM, title: str, step: Step, number: int, floor_ms: float | None, measure: Measure
+) -> None:
+    """Measure a step with a prompt, with its CUDA graph and without."""
+    ways = {"": nullcontext(), ", eager": only_decodes_replay_graphs(llm)}
+    for name, way in ways.items():
+        with way:
+            step()
+            step()
+            measure(title + name, step, number, floor_ms)
+
+
 def run_decodes(llm: LLM, num_seqs: int, measure: Measure) -> None:
     number = WORKLOAD.num_decodes
     max_tokens = 2 * number + 100
@@ -168,9 +183,8 @@ def run_decodes(llm: LLM, num_seqs: int, measure: Measure) -> None:
             llm.abort(ids.pop())
         for prompt_len in WORKLOAD.joining_lens:
             step = partial(add_and_step, llm, prompt_len)
-            step()
-            step()
-            measure(f"decode {len(ids)} + a prompt of {prompt_len}", step, NUM_MIXED, None)
+            title = f"decode {len(ids)} + a prompt of {prompt_len}"
+            compare(llm, title, step, NUM_MIXED, None, measure)
     for request_id in ids:
         llm.abort(request_id)
     while not llm.is_finished():
@@ -179,11 +193,9 @@ def run_decodes(llm: LLM, num_seqs: int, measure: Measure) -> None:
 
 def run_prefill(llm: LLM, prompt_len: int, measure: Measure) -> None:
     step = partial(add_and_step, llm, prompt_len)
-    step()
-    step()
     flops = 2 * (SIZES.matrices * prompt_len + SIZES.head) + count_prefill(SIZES, prompt_len)
     floor_ms = 1e3 * flops / PEAK.flops_per_second
-    measure(f"prefill 1 x {prompt_len}", step, NUM_PREFILLS, floor_ms)
+    compare(llm, f"prefill 1 x {prompt_len}", step, NUM_PREFILLS, floor_ms, measure)
 
 
 def main() -> None:

@@ -18,8 +18,8 @@ bench.py            a program that checks and times the attention kernels
 Nothing in here knows sequences, requests or the scheduler. A kernel gets tensors and a Batch.
 """
 
-from nanovllm.kernels.cuda.graphs import capture_decode_steps
+from nanovllm.kernels.cuda.graphs import capture_graphs
 from nanovllm.kernels.replacement import kernelize, speed_up_loading
 from nanovllm.kernels.select import select_backend
 
-__all__ = ["capture_decode_steps", "kernelize", "select_backend", "speed_up_loading"]
+__all__ = ["capture_graphs", "kernelize", "select_backend", "speed_up_loading"]

@@ -75,6 +75,8 @@ class GatedDeltaRule(nn.Module):
     A rank has a share of the key heads, and the value heads that belong to them.
     """
 
+    GRAPHS_HAVE_DECODES_ONLY = True  # other steps read lengths on the host
+
     def __init__(
         self, sizes: DeltaSizes, norm_eps: float, dtype: torch.dtype, tp: TensorParallel = ALONE
     ) -> None:

@@ -148,15 +148,15 @@ def make_step(worker: Worker) -> Callable[[Batch], Tensor]:
 
 
 def capture_graphs(worker: Worker, num_lanes: int, only_largest: bool = False) -> None:
-    """Capture CUDA graphs of decodes, where there is a GPU for them."""
-    config = worker.config
-    if worker.kernels is not None and not config.enforce_eager:
-        worker.graphs = worker.kernels.capture_decode_steps(
+    """Capture CUDA graphs of short steps, where there is a GPU for them."""
+    decodes = [1] * min(num_lanes, worker.max_num_batched_tokens)
+    kinds = [decodes, [2], [2, 1]]  # also a prompt, and a prompt beside a decode
+    if worker.kernels is not None and not worker.config.enforce_eager:
+        worker.graphs = worker.kernels.capture_graphs(
             make_step(worker),
             worker.model,
             worker.backend,
-            make_dummy_batch(worker, [1]),
+            [make_dummy_batch(worker, kind) for kind in kinds],
             worker.device,
-            max_num_seqs=min(num_lanes, worker.max_num_batched_tokens),
-            only_largest=only_largest,
+            only_largest,
         )

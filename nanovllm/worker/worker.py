@@ -128,7 +128,7 @@ class Worker:
         has_pending_tokens = batch.input_ids.min() < 0
         if has_pending_tokens:
             self.tp.broadcast(self.newest_tokens)
-        if self.graphs is not None and batch.max_seqlen_q == 1:
+        if self.graphs is not None and self.graphs.covers(batch):
             return self.graphs.run(batch)
         batch = copy_to(batch, self.device)
         if has_pending_tokens:

@@ -11,6 +11,7 @@ import warnings
 from itertools import count
 
 import pytest
+from graph_helpers import replay_on_the_cpu
 from random_calls import Calls
 from random_engines import Case, Models
 
@@ -40,6 +41,29 @@ def run(models, directory, seed, max_ranks=1):
 @pytest.mark.parametrize("seed", range(NUM_CASES))
 def test_random_engine(models, tmp_path, seed):
     run(models, tmp_path, seed)
+
+
+# Windows and states among them, drafts, budgets of 5 tokens, and prompt log probabilities.
+@pytest.mark.parametrize("seed", [1001, 1003, 1004, 1007, 1009, 1010])
+def test_random_engine_with_cuda_graphs(models, tmp_path, monkeypatch, seed):
+    """A replay computes a step again, with padding, in plain layers.
+
+    Steps overlap, except with drafts.
+    """
+    pytest.importorskip("triton", reason="triton is not installed")
+    replay_on_the_cpu(monkeypatch)
+    case = Case(models, seed)
+    case.options |= {"enable_kernels": False, "attention_backend": "auto"}
+    make_llm = case.make_llm
+
+    def make_and_overlap(**options):
+        llm = make_llm(**options)
+        assert llm.executor.worker.graphs is not None
+        llm.overlaps = case.options["num_speculative_tokens"] == 0
+        return llm
+
+    monkeypatch.setattr(case, "make_llm", make_and_overlap)
+    Calls(case, tmp_path).run()
 
 
 @pytest.mark.sweep

@@ -19,6 +19,7 @@ import sys
 import tempfile
 from argparse import ArgumentParser
 from contextlib import suppress
+from functools import partial
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
@@ -115,7 +116,9 @@ def launch_model(dtype, head_dim, group_size):
     kv_caches = [torch.empty(2, 8, 16, 2, head_dim, dtype=dtype) for _ in range(2)]
     tables = torch.zeros(3, 19, dtype=torch.int32)
     batch = worker.copy_to(make_batch([1, 5, 33], [300, 5, 133], tables), device)
-    logits = model.compute_logits(model(batch, kv_caches))
+    step = partial(model, kv_caches=kv_caches)
+    graphs.CudaGraphs(step, model, batch, torch.device("cpu"), 40)  # computes the largest step
+    logits = model.compute_logits(step(batch))
     for params in (SamplingParams(), SamplingParams(top_p=0.5)):
         rows = make_sampling_batch([params] * 3, [0] * 3, [0] * 3, spec.vocab_size)
         sample(sampler, logits, rows)
@@ -231,7 +234,7 @@ def serve(num_heads, num_kv_heads, vocab_size, enforce_eager):
     triton.knobs.runtime.jit_post_compile_hook = report
     triton.compiler.compile = MagicMock()  # no kernel is compiled in fact
     attention.reason_unavailable = lambda *_: None
-    graphs.capture = lambda step, device, previous: (SimpleNamespace(replay=lambda: None), step())
+    graphs.capture = lambda step, device, previous: SimpleNamespace(replay=lambda: None)
     model_runner.find_logprobs = lambda *_: []
     Sampler.forward = sample
     with tempfile.TemporaryDirectory() as directory:
@@ -247,10 +250,12 @@ def serve(num_heads, num_kv_heads, vocab_size, enforce_eager):
     runner = llm.model_runner
     rank = runner.executor.worker
     if not enforce_eager:
-        sizes = graphs.list_batch_sizes(40)
-        batch = make_dummy_batch(rank, [1])
+        # Longer steps have none. Most kinds are captured when they are first needed.
+        most_tokens = 64
+        batch = make_dummy_batch(rank, [1] * 40)
+        step = make_step(rank)
         with torch.inference_mode():
-            rank.graphs = graphs.CudaGraphs(make_step(rank), rank.model, sizes, batch, rank.device)
+            rank.graphs = graphs.CudaGraphs(step, rank.model, batch, rank.device, most_tokens)
     for query_lens in ([2, 1], [1]):  # as at the start of an engine on a GPU
         logits = run_dummy_step(rank, query_lens)
         # As of three ranks, whose padding is cut off. Later logits are contiguous.

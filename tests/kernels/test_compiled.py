@@ -28,7 +28,7 @@ def check(arch, events):
     kernels = [event for event in events if event.get("arch") == arch]
     names = {"attend_kernel", "combine_splits_kernel", "add_rms_norm_kernel"}
     names |= {"rotate_and_store_kernel", "_filter_kernel", "_multiply_kernel"}
-    names |= {"prepare_chunks_kernel", "advance_states_kernel"}
+    names |= {"prepare_chunks_kernel", "advance_states_kernel", "lay_out_kernel"}
     assert {kernel["kernel"] for kernel in kernels} >= names
     prefill_windows = set()
     for kernel in kernels:

@@ -156,7 +156,7 @@ def test_engines_on_the_first_and_the_last_gpu_are_independent(make_llm, expecte
         assert generate_ids(llm, PROMPTS, GREEDY) == expected
     worker = llms[1].model_runner.executor.worker
     held = [*worker.model.parameters(), *worker.kv_caches, worker.graphs.buffer]
-    held += [hidden for _, hidden in worker.graphs.graphs.values()]
+    held += [worker.graphs.packed, worker.graphs.rows, worker.graphs.hidden]
     assert {tensor.device for tensor in held} == {last}
     assert torch.cuda.current_device() == 0
     llms[0].exit()

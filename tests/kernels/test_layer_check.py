@@ -18,6 +18,7 @@ from conftest import (
     random_prompt,
 )
 from families import make_family
+from graph_helpers import make_graphs, repeat_steps
 from kernel_helpers import CPU, make_spec, needs_triton, randomize, triton_layers
 from torch import nn
 from transformers import Qwen3_5TextConfig
@@ -39,7 +40,6 @@ from nanovllm.layers.sampler import Sampler
 from nanovllm.models.decoder import MLP, Attention, DecoderLayers
 from nanovllm.models.quantized_layers import QUANTIZABLE, quantize_layer
 from nanovllm.worker.dummy_steps import make_dummy_batch, run_test_steps
-from nanovllm.worker.startup import make_step
 
 LINEAR = {ColumnParallelLinear, RowParallelLinear}
 LAYERS = {RMSNorm, MLP, Attention, DecoderLayers, *LINEAR}
@@ -336,34 +336,39 @@ def test_states_and_several_chunks_are_tested(hybrid, stand_ins, capfd, options,
     assert {"GatedDeltaRule", "RowParallelLinear"} - set(names) == {layer.__name__}
 
 
-@pytest.mark.parametrize("fault", ["", "output", "K/V", "states"])
-def test_wrong_graphs_are_not_used(hybrid, monkeypatch, capfd, fault):
+@needs_triton
+@pytest.mark.parametrize(
+    "query_lens, fault",
+    [
+        *product([[1], [2]], ["", "output", "K/V", "states"]),
+        # The decode and the prompt of the self-test have the same slots.
+        *product([[2, 1]], ["", "output", "K/V"]),
+    ],
+)
+def test_wrong_graphs_are_not_used(hybrid, monkeypatch, capfd, query_lens, fault):
     """A stand-in for a graph computes again, but does not write what `fault` says."""
     llm = LLM(hybrid, device="cpu", enable_kernels=False, num_kvcache_blocks=64)
     worker = llm.executor.worker
-    caches = worker.kv_caches
+    repeat_steps(monkeypatch)
+    captured = make_graphs(worker, 16)
+    unwritten = [cache for cache in worker.kv_caches if cache.dim() == 2 and fault == "states"]
 
     def capture(step, *_):
-        output = step()
-        unwritten = [cache for cache in caches if cache.dim() == 2] if fault == "states" else []
-
         def replay():
-            before = [cache.clone() for cache in unwritten]
+            unchanged = [*unwritten, captured.hidden] if fault == "output" else unwritten
+            before = [tensor.clone() for tensor in unchanged]
             with monkeypatch.context() as patch:
                 if fault == "K/V":
                     patch.setattr(torch_backend, "store_kvcache", lambda *_: None)
-                result = step()
-            if fault != "output":
-                output.copy_(result)
-            for cache, old in zip(unwritten, before):
-                cache.copy_(old)
+                step()
+            for tensor, old in zip(unchanged, before):
+                tensor.copy_(old)
 
-        return SimpleNamespace(replay=replay), output
+        return SimpleNamespace(replay=replay)
 
     monkeypatch.setattr(graphs, "capture", capture)
     with torch.inference_mode():
-        batch = make_dummy_batch(worker, [1])
-        step = make_step(worker)
-        captured = graphs.CudaGraphs(step, worker.model, [1, 2], batch, worker.device)
+        batch = make_dummy_batch(worker, query_lens)
         assert graphs.can_replay(captured, batch) == (not fault)
+    assert captured.graphs.keys() == {captured.find_kind(batch)}
     assert ("replaced by eager steps" in capfd.readouterr().err) == bool(fault)

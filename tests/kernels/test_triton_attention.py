@@ -1,31 +1,50 @@
 """What is particular to the Triton attention backend: tiles, empty contexts and its limits."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from conftest import DEVICE, make_batch, make_shape
 from kernel_helpers import attend, compare_attention, make_step
-
-from nanovllm.layers import attention as torch_backend
 
 pytest.importorskip("triton", reason="triton is not installed")
 from nanovllm.kernels.cuda import attention as triton_backend
 
 
 @pytest.mark.parametrize("window", [None, 30])
-def test_padding_rows_of_a_cuda_graph_are_harmless(monkeypatch, window):
-    """Their contexts are empty, and so are some splits of the others."""
+@pytest.mark.parametrize("num_surplus", [1, 5])
+@pytest.mark.parametrize(
+    "lengths",
+    [([1, 1], [40, 300]), ([1, 64, 1, 70, 1, 2], [40, 64, 3, 90, 17, 40]), ([129], [150])],
+    ids=["decodes", "mixed", "prompt"],
+)
+def test_padding_of_a_cuda_graph_is_harmless(monkeypatch, lengths, num_surplus, window):
+    """Padding sequences have no tokens. Some splits of the others are empty."""
     monkeypatch.setattr(triton_backend, "_count_splits", lambda *_: 5)
-    lengths = ([1, 1, 1], [40, 1, 300])
-    query, kv_cache, batch = make_step(lengths, (4, 2, 64), 16, torch.float32, DEVICE, window)
-    expected = attend(torch_backend, query, kv_cache, batch, window)
-    batch.context_lens[1] = 0
-    output = attend(triton_backend, query, kv_cache, batch, window)
-    assert output.isfinite().all()
-    torch.testing.assert_close(output[[0, 2]], expected[[0, 2]], atol=5e-6, rtol=0)
+    step = make_step(lengths, (4, 2, 64), 16, torch.float32, DEVICE, window)
+    query, kv_cache, batch = step
+    expected = attend(triton_backend, *step, window)
+    num_seqs = len(batch.context_lens)
+    num_padding = num_surplus + 20
+    ends = batch.cu_seqlens_q[-1:].repeat(num_padding)
+    surplus = torch.arange(num_seqs, num_seqs + num_surplus, dtype=torch.int32, device=DEVICE)
+    zeros = torch.zeros_like(ends)
+    padded = replace(
+        batch,
+        cu_seqlens_q=torch.cat((batch.cu_seqlens_q, ends)),
+        context_lens=torch.cat((batch.context_lens, zeros)),
+        block_tables=torch.cat((batch.block_tables, batch.block_tables[:1].repeat(num_padding, 1))),
+        long_queries=torch.cat((batch.long_queries, surplus)),
+    )
+    if len(batch.long_queries) == 0:
+        padded = replace(padded, long_queries=batch.long_queries)
+    query = torch.cat((query, torch.full_like(query[:1], torch.nan)))
+    output = attend(triton_backend, query, kv_cache, padded, window)
+    assert torch.equal(output[: len(expected)], expected)
 
 
-def test_decodes_beside_a_prompt_add_no_tiles(monkeypatch):
-    """The 64 tokens of the prompt are one tile of each KV head, and another one can be empty."""
+def test_decodes_beside_a_prompt_add_few_tiles(monkeypatch):
+    """Tiles of 64 tokens for each of 8 KV heads, and an incomplete one for the prompt."""
     grids = []
     monkeypatch.setattr(
         triton_backend.Launch, "__call__", lambda _, grid, *args: grids.append(grid)
@@ -35,7 +54,7 @@ def test_decodes_beside_a_prompt_add_no_tiles(monkeypatch):
     tables = torch.zeros(256, 4, dtype=torch.int32)
     batch = make_batch([1] * 200 + [64] + [1] * 55, [64] * 256, tables)
     attend(triton_backend, query, kv_cache, batch)
-    assert grids == [(8, 256, 1), (16, 1, 1)]
+    assert grids == [(8, 256, 1), (5 * 8, 1, 1)]
 
 
 @pytest.mark.parametrize("context_len", [1000, 32_000])

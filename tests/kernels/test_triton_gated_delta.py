@@ -1,9 +1,13 @@
 """The gated delta rule in Triton computes the same as the plain layer it replaces."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from conftest import DEVICE, ON_GPU
 from kernel_helpers import make_delta_rule, make_delta_step, needs_triton, optimize
+
+from nanovllm.layers.gated_delta import DeltaInputs
 
 pytestmark = needs_triton
 TOLERANCE = {torch.float32: 5e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -39,3 +43,30 @@ def test_steps_match_the_plain_layer(shape, conv_size, dtype, query_lens, read_s
     assert output.dtype == dtype
     torch.testing.assert_close(output, expected, atol=limit, rtol=limit)
     torch.testing.assert_close(states, expected_states, atol=state_limit, rtol=state_limit)
+
+
+@pytest.mark.parametrize("query_lens", [[1, 1], [33, 1, 40], [65]], ids=str)
+def test_padding_of_a_cuda_graph_is_harmless(query_lens):
+    """Padding sequences have no tokens, and leave all states as they are."""
+    dtype = torch.float16
+    num_seqs = len(query_lens)
+    lengths = [*query_lens, 7]  # the last tokens become padding
+    layer = optimize(make_delta_rule((2, 4, 20, 24), dtype).to(DEVICE), "triton", dtype)
+    inputs, states, batch = make_delta_step(layer, lengths)
+    end = batch.cu_seqlens_q[num_seqs]
+    unpadded = replace(
+        batch,
+        cu_seqlens_q=batch.cu_seqlens_q[:-1],
+        read_slots=batch.read_slots[:-1],
+        write_slots=batch.write_slots[:-1],
+        long_queries=batch.long_queries[:-1],
+        max_seqlen_q=max(query_lens),
+    )
+    expected_states = states.clone()
+    expected = layer(DeltaInputs(*[each[:end] for each in inputs]), expected_states, unpadded)
+    batch.cu_seqlens_q[num_seqs + 1] = end
+    if max(query_lens) == 1:
+        batch = replace(batch, long_queries=batch.long_queries[:0], max_seqlen_q=1)
+    output = layer(inputs, states, batch)
+    assert torch.equal(output[:end], expected)
+    assert torch.equal(states, expected_states)

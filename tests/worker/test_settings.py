@@ -99,7 +99,7 @@ def test_the_engine_computes_on_its_gpu_without_autocast(make_llm, monkeypatch):
     parts = [
         (kernels, "select_backend"),
         (Worker, "allocate"),
-        (kernels, "capture_decode_steps"),
+        (kernels, "capture_graphs"),
         (Worker, "compute"),
         (model_runner, "make_sampling_batch"),
         (ModelRunner, "sample"),

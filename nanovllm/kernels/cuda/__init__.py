@@ -7,8 +7,8 @@ flash_attn.py   the attention backend "flash_attn"
 sampler.py      the sampler
 quantized.py    linear layers with quantized weights
 gated_delta.py  the gated delta rule
-graphs.py       decode steps as CUDA graphs
+graphs.py       short steps as CUDA graphs
 
-The kernels that these files launch are in layer_kernels.py, attention_kernels.py and
-gated_delta_kernels.py, or in the same file.
+The kernels that these files launch are in layer_kernels.py, attention_kernels.py,
+gated_delta_kernels.py and graph_kernels.py, or in the same file.
 """

@@ -161,8 +161,8 @@ def _attend(
         # KV heads come first, so that programs that run together read adjacent memory.
         grid = (num_kv_heads, num_seqs, num_splits)
     else:
-        num_decodes = num_seqs - num_prefills
-        max_tiles = (num_tokens - num_decodes) // kernels.tokens + num_prefills
+        # As if all tokens were in these sequences, because in a CUDA graph they can be.
+        max_tiles = num_tokens // kernels.tokens + num_prefills
         grid = (max_tiles * num_kv_heads, 1, 1)
     if num_splits > 1:
         sizes = (num_seqs, num_heads, num_splits, head_dim)

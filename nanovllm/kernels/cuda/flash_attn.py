@@ -24,6 +24,7 @@ from nanovllm.layers.attention import make_cache as make_cache
 NAME = "flash_attn"
 PREFERRED_BLOCK_SIZE = 256
 SUPPORTS_CUDA_GRAPHS = True
+GRAPHS_HAVE_DECODES_ONLY = True  # other launches take lengths from the host
 
 
 def reason_unavailable(

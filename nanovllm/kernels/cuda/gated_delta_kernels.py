@@ -157,7 +157,8 @@ def advance_states_kernel(
     seq = tl.program_id(1)
     start = tl.load(cu_seqlens_ptr + seq).to(tl.int64)
     num_tokens = tl.load(cu_seqlens_ptr + seq + 1) - start
-    if (tl.minimum(num_tokens, CHUNK) == 1) != (C == 1):
+    is_other = (tl.minimum(num_tokens, CHUNK) == 1) != (C == 1)
+    if is_other | (num_tokens == 0):  # a padding sequence has no tokens
         return
     old = tl.load(read_slots_ptr + seq).to(tl.int64) * STATE
     new = tl.load(write_slots_ptr + seq).to(tl.int64) * STATE
