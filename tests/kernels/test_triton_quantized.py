@@ -80,7 +80,7 @@ def test_split_inputs_give_the_same_sums(monkeypatch):
     outputs = []
     for num_processors in (1000, 2, 1):
         monkeypatch.setattr(
-            "nanovllm.kernels.cuda.quantized.describe_gpu", lambda device, n=num_processors: (9, n)
+            "nanovllm.kernels.cuda.linear.describe_gpu", lambda device, n=num_processors: (9, n)
         )
         outputs.append(layer(x))
         assert torch.equal(layer(x), outputs[-1])
