@@ -116,7 +116,7 @@ STAGES = [
                 "layers fused_layers triton_attention triton_gated_delta",
                 "-k 'not cpp and not one_call and not other_requests'",  # these are for CPUs
             ),
-            test("quantized", "triton_quantized"),
+            test("linear", "triton_linear"),
             test("sampler", "sampler_kernels kernelize flash_attn", "-k 'not cpp'"),
             test("self-tests", "layer_check"),
         ],

@@ -242,7 +242,7 @@ def serve(num_heads, num_kv_heads, vocab_size, enforce_eager):
     with tempfile.TemporaryDirectory() as directory:
         make_checkpoint(
             Path(directory), dtype=BF16, vocab_size=vocab_size, num_attention_heads=num_heads,
-            num_key_value_heads=num_kv_heads, max_position_embeddings=2048,
+            num_key_value_heads=num_kv_heads, head_dim=128, max_position_embeddings=2048,
             use_sliding_window=True, sliding_window=100, max_window_layers=1,
         )  # fmt: skip
         llm = LLM(
@@ -256,7 +256,7 @@ def serve(num_heads, num_kv_heads, vocab_size, enforce_eager):
         batch = make_dummy_batch(rank, [1])
         with torch.inference_mode():
             rank.graphs = graphs.CudaGraphs(make_step(rank), rank.model, sizes, batch, rank.device)
-    for query_lens in ([2, 1], [1]):  # as at the start of an engine on a GPU
+    for query_lens in ([2, *[1] * 32], [1]):  # as at the start of an engine on a GPU
         logits = run_dummy_step(rank, query_lens)
         # As of three ranks, whose padding is cut off. Later logits are contiguous.
         logits = F.pad(logits, (0, 1))[:, :-1]

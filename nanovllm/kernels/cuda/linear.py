@@ -208,8 +208,8 @@ def _multiply_kernel(
             weight = weight.to(x_ptr.dtype.element_ty)
         if M < 16:
             for row in tl.static_range(M):
-                mask = is_input & (row < num_rows)
-                x = tl.load(x_ptr + row * IN_FEATURES + inputs, mask=mask, other=0.0)
+                row_ptr = x_ptr + tl.minimum(row, num_rows - 1) * IN_FEATURES
+                x = tl.load(row_ptr + inputs, mask=is_input, other=0.0)
                 products = weight.to(tl.float32) * x.to(tl.float32)[None, :]
                 acc = tl.where(rows == row, tl.sum(products, axis=1)[:, None], acc)
         else:
