@@ -99,6 +99,9 @@ STAGES = [
     Stage("bench", [Job("bench", 150, "python bench.py --repeat 2 --json")]),
     # Milliseconds of decodes, mixed steps and prefills, and where they go.
     Stage("steps", [Job("steps", 120, "python .ci/gpu/steps.py")]),
+    # Products of few rows and the sampler, old and new side by side.
+    Stage("products", [Job("products", 200, "python .ci/gpu/products.py")]),
+    Stage("sampler", [Job("sampler", 90, "python .ci/gpu/products.py sampler")]),
     # The engine against transformers, and each kernel against plain layers.
     Stage(
         "gpu",
@@ -168,6 +171,8 @@ DRY = Stage(
     [
         Job("selections", 200, "python .ci/gpu/selections.py"),
         Job("sweep", 200, "python .ci/gpu/sweep.py"),
+        Job("products", 200, "python .ci/gpu/products.py"),
+        Job("sampler-kernel", 200, "python .ci/gpu/products.py sampler"),
         Job("steps", 200, "python .ci/gpu/steps.py"),
         Job("host", 200, "python .ci/gpu/host.py 1 32"),
         Job("attend", 200, f"{CHECKS} attend float32 64 2 small"),
