@@ -42,11 +42,12 @@ class _Tile(NamedTuple):
 #
 #     sequences x tokens         1 x 1,000   8 x 1,000   32 x 1,000   32 x 4,000   256 x 1,000
 #     _Tile(16, 64, 4, 3)             11.3        16.7         45.0          142           243
-#     these, or very near them         7.8        15.0         38.5          124           239
+#     _Tile(16, 128, 4, 3)             7.8
+#     _Tile(16, 16, 1, 2)                                      38.5          124
+#     _Tile(16, 32, 1, 2)                         15.0         38.9          125           239
 #
-# _Tile(16, 32, 1, 2) is as fast, and spills registers. All other numbers from here to
-# `reason_unavailable` were chosen without a GPU, so that the compiler spills none
-# (tests/kernels/compiled.py).
+# The last one spills registers. All other numbers from here to `reason_unavailable` were chosen
+# without a GPU, so that the compiler spills none (tests/kernels/compiled.py).
 _MAX_SPLITS = 64
 _MIN_TOKENS_PER_SPLIT = 128
 # Contexts of decodes are split until there are this many programs per multiprocessor.

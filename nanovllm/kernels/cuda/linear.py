@@ -9,9 +9,10 @@ The weight is the left operand, because matrix instructions take only that one f
 tiles do not fill a GPU, so the inputs are then split over several programs. Each program writes its
 sums in float32. torch adds them, always in the same order. The bias is added before rounding.
 
-cuBLAS reads a small weight slowly if x has few rows. Where it is faster, this kernel takes its
-place, without matrix instructions, and also for quantized weights of these shapes. A program then
-reads whole rows of the weight, and a row of x has the same sums for each number of rows.
+cuBLAS reads a small weight slowly if x has few rows. Where this kernel is faster, it multiplies
+them instead, without matrix instructions. Quantized weights of the same shapes then do without
+splits, too. A program reads whole rows of the weight, and the result for a row of x does not depend
+on the number of rows.
 
 Rows of codes whose size is not a multiple of 4 bytes are read byte by byte, which is slow.
 
@@ -50,9 +51,10 @@ _SMALL_TILE = _Tile(rows=16, outputs=64, num_warps=4, programs=4)
 # One program takes most registers of a multiprocessor. With more rows it would spill.
 _LARGE_TILE = _Tile(rows=64, outputs=128, num_warps=8, programs=1)
 
-# The most rows with which the kernel without matrix instructions is used, and its tile, by
-# out_features and in_features. Microseconds on an H200 of cuBLAS and of this kernel, in bfloat16
-# with weights outside of the L2 cache. Its inputs are not split, and codes were not measured.
+# Tiles without matrix instructions, by out_features and in_features. `rows` is the largest number of
+# rows that they multiply, and inputs are not split. The figures are microseconds on an H200, of
+# cuBLAS and of this algorithm, in bfloat16 with weights outside of the L2 cache. `.ci/gpu/run
+# products` prints such rows. Quantized weights were not measured.
 _FEW_ROWS = {
     #                                         1 row      2 rows     4 rows
     (4096, 1024): _Tile(2, 2, 4, 0),  #   4.8, 4.0   5.2, 4.8   5.3, 6.5
