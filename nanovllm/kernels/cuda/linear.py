@@ -51,10 +51,10 @@ _SMALL_TILE = _Tile(rows=16, outputs=64, num_warps=4, programs=4)
 # One program takes most registers of a multiprocessor. With more rows it would spill.
 _LARGE_TILE = _Tile(rows=64, outputs=128, num_warps=8, programs=1)
 
-# Tiles without matrix instructions, by out_features and in_features. `rows` is the largest number of
-# rows that they multiply, and inputs are not split. The figures are microseconds on an H200, of
-# cuBLAS and of this algorithm, in bfloat16 with weights outside of the L2 cache. `.ci/gpu/run
-# products` prints such rows. Quantized weights were not measured.
+# Tiles without matrix instructions, by out_features and in_features. `rows` is the most rows of x
+# that they multiply, and inputs are not split. The figures are microseconds on an H200, of cuBLAS
+# and of this algorithm, in bfloat16 with weights outside of the L2 cache. `.ci/gpu/run products`
+# prints such lines. Quantized weights were not measured.
 _FEW_ROWS = {
     #                                         1 row      2 rows     4 rows
     (4096, 1024): _Tile(2, 2, 4, 0),  #   4.8, 4.0   5.2, 4.8   5.3, 6.5
