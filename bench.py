@@ -1,7 +1,8 @@
-"""Throughput of nanovllm, alone or compared with transformers and vLLM on the same requests.
+"""Throughput of nanovllm, alone or compared with other engines on the same requests.
 
     python bench.py                                            a workload for this machine
     python bench.py --engine nanovllm transformers --repeat 3  alternating runs, ratios of medians
+    python bench.py --engine nano-vllm nanovllm --nano-vllm PATH  beside a checkout of nano-vLLM
     python bench.py --engine nanovllm --json                   one line of JSON, the rest on stderr
     python bench.py --request-rate 2 4 8                       latencies of the scheduling policies
     python bench.py --workload llama-bench                     figures that other projects publish

@@ -4,6 +4,7 @@ These names can move. `bash .ci/gpu/run 240 dry` uses each of them.
 """
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -29,10 +30,16 @@ from nanovllm.benchmark.roofline import measure_peak_rates as measure_peak_rates
 from nanovllm.benchmark.shapes import SHAPES as SHAPES
 from nanovllm.kernels.attention_check import BatchShape, compare_with_torch
 from nanovllm.kernels.bench import TOLERANCES, time_call
-from nanovllm.kernels.cuda import attention, graphs
+from nanovllm.kernels.cuda import attention, graphs, linear
+from nanovllm.kernels.cuda import sampler as fast_sampler
+from nanovllm.kernels.replacement import install
 from nanovllm.layers import sampler
 from nanovllm.layers.attention import AttentionShape
+from nanovllm.layers.linear import ColumnParallelLinear
+from nanovllm.layers.quantized import Scheme, multiply
 from nanovllm.models.architectures import read_spec as read_spec
+from nanovllm.models.quantized_layers import quantize_layer
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.worker import executor, startup
 from nanovllm.worker.dummy_steps import make_dummy_batch
 from nanovllm.worker.process_groups import Place
@@ -68,21 +75,112 @@ def check_attention(shape: Shape, dtype: str) -> tuple[Callable[[], object], flo
 
 
 def time_attention(
-    shape: Shape, dtype: str, tile: tuple[int, ...] | None = None, programs: int | None = None
+    shape: Shape,
+    dtype: str,
+    tile: tuple[int, ...] | None = None,
+    programs: int | None = None,
+    min_tokens: int | None = None,
 ) -> tuple[float, float]:
     """Return the seconds and the error with another choice of the Triton backend.
 
-    A tile is (rows, tokens, warps, stages). Contexts are split for `programs` per multiprocessor.
+    A tile is (rows, tokens, warps, stages). Contexts are split for `programs` per multiprocessor,
+    into splits of `min_tokens` and more.
     """
     changes: dict = {}
     if tile is not None:
         changes["_choose_tile"] = lambda *_: attention._Tile(*tile)
     if programs is not None:
         changes["_PROGRAMS_PER_PROCESSOR"] = programs
+    if min_tokens is not None:
+        changes["_MIN_TOKENS_PER_SPLIT"] = min_tokens
     attention._prepare.cache_clear()  # it keeps the kernels of the last choice
     with patch.multiple(attention, **changes) if changes else nullcontext():
         attend, error = check_attention(shape, dtype)
         return time_call(attend, DEVICE), error
+
+
+def time_in_graph(calls: list[Callable[[], object]]) -> float:
+    """Return the microseconds of a call, when a CUDA graph makes all of them. On a CPU, once."""
+    calls[0]()
+    if not ON_GPU:
+        start = time.perf_counter()
+        calls[0]()
+        return 1e6 * (time.perf_counter() - start)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    seconds = []
+    for _ in range(5):
+        start, end = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        start.record()
+        for _ in range(5):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        seconds.append(start.elapsed_time(end) / 1e3 / 5 / len(calls))
+    return 1e6 * min(seconds)
+
+
+class Products:
+    """Linear layers of one shape, in bfloat16 or quantized, and an input of a few rows."""
+
+    def __init__(self, shape: tuple[int, int], num_rows: int, num_layers: int, bits: int = 16):
+        self.shape = shape
+        self.layers = []
+        for _ in range(num_layers):
+            with DEVICE:
+                layer = ColumnParallelLinear(shape[1], [("", shape[0])], False, torch.bfloat16)
+            layer.requires_grad_(False)
+            layer.weight.normal_(std=0.02)
+            if bits < 16:
+                quantize_layer(layer, Scheme(bits, 64))
+            with self._choose((1, 4)):
+                install([linear.FastColumnParallelLinear], layer, torch.bfloat16)
+            self.layers.append(layer)
+        self.x = torch.randn(num_rows, shape[1], device=DEVICE, dtype=torch.bfloat16)
+
+    def _choose(self, tile: tuple[int, int] | None):
+        """A tile is (outputs, warps). Without one, the kernel for few rows is not used."""
+        table = {} if tile is None else {self.shape: linear._Tile(4, *tile, 0)}
+        return patch.object(linear, "_FEW_ROWS", table)
+
+    def list_calls(self, tile: tuple[int, int] | None) -> list[Callable[[], object]]:
+        def call(layer):
+            with self._choose(tile):
+                return layer(self.x)
+
+        return [lambda layer=layer: call(layer) for layer in self.layers]
+
+    def check(self, tile: tuple[int, int]) -> None:
+        layer = self.layers[0]
+        with self._choose(tile):
+            output = layer(self.x)
+            rows = [layer(row[None]) for row in self.x]
+        expected = multiply(self.x, layer.weight).float()
+        error = ((output.float() - expected).norm() / expected.norm()).item()
+        assert error < 0.01, f"{self.shape}, tile {tile}: the error is {error:.2g}"
+        assert torch.equal(output, torch.cat(rows)), f"{self.shape}, tile {tile}: rows differ"
+
+
+def time_sampler(
+    num_rows: int, vocab_size: int, spread: float, temperature: float, block: int, num_warps: int
+) -> float:
+    """Return the microseconds of sampling from random logits, and check the tokens."""
+    plain = sampler.Sampler(vocab_size).to(DEVICE)
+    fast = sampler.Sampler(vocab_size).to(DEVICE)
+    install([fast_sampler.FastSampler], fast, torch.bfloat16)
+    logits = (spread * torch.randn(num_rows, vocab_size, device=DEVICE)).bfloat16()
+    rows = []
+    for seed in range(num_rows):
+        params = SamplingParams(temperature=temperature)
+        rows.append(SimpleNamespace(params=params, seed=seed, needs_filtering=False))
+    batch = sampler.make_sampling_batch(rows, [7] * num_rows, vocab_size, DEVICE)
+    with patch.multiple(fast_sampler, _BLOCK=block, _NUM_WARPS=num_warps):
+        different = (fast(logits, batch) != plain(logits, batch)).sum().item()
+        assert different == 0, f"{different} of {num_rows} tokens differ"
+        return time_in_graph([lambda: fast(logits, batch)] * 10)
 
 
 @contextmanager

@@ -101,6 +101,9 @@ STAGES = [
     Stage("steps", [Job("steps", 120, "python .ci/gpu/steps.py")]),
     # Where the seconds of a start go, and the memory of CUDA graphs.
     Stage("start", [Job("start", 90, "python .ci/gpu/start.py")]),
+    # Products of few rows and the sampler, old and new side by side.
+    Stage("products", [Job("products", 200, "python .ci/gpu/products.py")]),
+    Stage("sampler", [Job("sampler", 90, "python .ci/gpu/products.py sampler")]),
     # The engine against transformers, and each kernel against plain layers.
     Stage(
         "gpu",
@@ -118,7 +121,7 @@ STAGES = [
                 "layers fused_layers triton_attention triton_gated_delta",
                 "-k 'not cpp and not one_call and not other_requests'",  # these are for CPUs
             ),
-            test("quantized", "triton_quantized"),
+            test("linear", "triton_linear"),
             test("sampler", "sampler_kernels kernelize flash_attn", "-k 'not cpp'"),
             test("self-tests", "layer_check"),
         ],
@@ -170,6 +173,8 @@ DRY = Stage(
     [
         Job("selections", 200, "python .ci/gpu/selections.py"),
         Job("sweep", 200, "python .ci/gpu/sweep.py"),
+        Job("products", 200, "python .ci/gpu/products.py"),
+        Job("sampler-kernel", 200, "python .ci/gpu/products.py sampler"),
         Job("steps", 200, "python .ci/gpu/steps.py"),
         Job("start", 200, "python .ci/gpu/start.py"),
         Job("host", 200, "python .ci/gpu/host.py 1 32"),

@@ -14,11 +14,15 @@ BLOCK_SIZE = 16
 DTYPE = "bfloat16" if ON_GPU else "float32"  # the interpreter cannot multiply bfloat16
 NUM_KV_HEADS = 8 if ON_GPU else 1
 # Rows, tokens, warps, stages
-DECODE_TILES = list(product([16], [32, 64], [2, 4, 8], [3, 5]))
+DECODE_TILES = [
+    *[(16, 16, 1, 2), (16, 16, 2, 2), (16, 32, 1, 2), (16, 32, 2, 2), (16, 32, 1, 5)],
+    *[(16, 64, 4, 3), (16, 64, 2, 3), (16, 128, 4, 3), (16, 128, 8, 3)],
+]
 PREFILL_TILES = list(product([64, 128], [64, 128], [4, 8], [2, 5]))
 # Not 32 tokens, because such tiles fault on Hopper with Triton 3.6 and 3.7 (issue 11366).
 WIDE_HEAD_TILES = list(product([64], [64], [4, 8], [2, 3, 5]))
-PROGRAMS = [1, 2, 8, 16]  # per multiprocessor; the present number is 4
+PROGRAMS = [2, 4, 16]  # per multiprocessor; the present number is 8
+BEFORE = {"tile": (16, 64, 4, 3), "programs": 4, "min_tokens": 256}  # up to November 2026
 
 
 def time_choice(shape: Shape, **choice) -> str:
@@ -37,6 +41,8 @@ def sweep(name: str, shape: Shape, tiles: list, programs: list[int]) -> None:
     choices: list[dict] = [{}]
     choices += [{"tile": tile} for tile in tiles]
     choices += [{"programs": number} for number in programs]
+    if programs:
+        choices += [{"min_tokens": 256}, {"programs": 4, "min_tokens": 256}, BEFORE]
     for choice in [*choices, {}, {}]:
         title = f"{name} {shape.num_seqs} x {shape.context_len}, {choice or 'present'}"
         attempt(title, partial(time_choice, shape, **choice))
@@ -51,7 +57,16 @@ if not ON_GPU:
     sweep("decode", make_shape(2, 40, 1, 2, 32), [(16, 32, 4, 3)], [2])
     sweep("prefill", make_shape(1, 40, 40, 2, 32), [(32, 16, 4, 2)], [])
 else:
-    for num_seqs, context_len in ((256, 1024), (32, 4096), (1, 4096)):
+    for num_seqs, context_len in (
+        (1, 1024),
+        (2, 1024),
+        (4, 1024),
+        (8, 1024),
+        (32, 1024),
+        (256, 1024),
+        (32, 4096),
+        (1, 4096),
+    ):
         sweep("decode", make_shape(num_seqs, context_len, 1, 2, 128), DECODE_TILES, PROGRAMS)
     sweep("prefill", make_shape(1, 8192, 8192, 2, 128), PREFILL_TILES, [])
     sweep("prefill, head_dim 256", make_shape(1, 8192, 8192, 1, 256), WIDE_HEAD_TILES, [])

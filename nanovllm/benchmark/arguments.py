@@ -35,7 +35,7 @@ def option(text: str) -> tuple[str, Any]:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description="Measure the throughput of nanovllm, transformers and vLLM on random prompts.",
+        description="Measure the throughput of nanovllm and other engines on random prompts.",
         epilog=(
             "Default on a GPU: --workload nano-vllm (qwen3-0.6b, 256 requests, 100 to 1024 prompt"
             " tokens, 100 to 1024 output tokens). Default on a CPU: quick, which takes less than a"
@@ -86,6 +86,7 @@ def make_parser() -> argparse.ArgumentParser:
         choices=list(ENGINES),
         help="engines to compare, which divide the GPU's memory equally (default: nanovllm)",
     )
+    add("--nano-vllm", default="", metavar="PATH", help="checkout, for --engine nano-vllm")
     add(
         "--batch-size",
         type=integer(1),

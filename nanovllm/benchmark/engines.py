@@ -1,16 +1,20 @@
-"""The engines that bench.py can time: nanovllm, transformers and vLLM."""
+"""The engines that bench.py can time: nanovllm, transformers, vLLM and nano-vLLM."""
 
 import atexit
 import os
+import sys
 from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from importlib import import_module
+from multiprocessing import get_context
 from typing import Any, Protocol
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm.benchmark.setting import Setting
 from nanovllm.benchmark.workloads import Request
 from nanovllm.checkpoints.checkpoint import LOCAL
@@ -147,10 +151,55 @@ class VLLM(Engine):
         return [list(output.outputs[0].token_ids) for output in outputs]
 
 
+class NanoVLLMCheckout(Engine):
+    """A checkout of nano-vLLM, in a process of its own because its package has our name."""
+
+    description = "nano-vLLM's defaults for all other options"
+
+    def __init__(self, setting: Setting) -> None:
+        if setting.options["load_format"] == "dummy":
+            # nano-vLLM reads weights and a tokenizer.
+            model = AutoModelForCausalLM.from_config(setting.hf_config, dtype=setting.spec.dtype)
+            model.save_pretrained(setting.model)
+            AutoTokenizer.from_pretrained(DEMO_MODEL).save_pretrained(setting.model)
+        # Its share of the memory includes what other engines have already.
+        free, total = torch.cuda.mem_get_info()
+        share = setting.options["gpu_memory_utilization"] + 1 - free / total
+        options = {**setting.options, "gpu_memory_utilization": share}
+        self.stats = {}
+        self.temperature = setting.temperature
+        self.submit = ProcessPoolExecutor(1, get_context("spawn")).submit
+        self.submit(start_checkout, setting.nano_vllm, setting.model, options).result()
+
+    def run(self, requests: list[Request]) -> list[list[int]]:
+        return self.submit(run_checkout, requests, self.temperature).result()
+
+
+_checkout: Any = None  # the LLM of the process of a checkout
+
+
+def start_checkout(path: str, model: str, options: dict[str, Any]) -> None:
+    """Replace the package nanovllm in this process, except for benchmark/, and start its LLM."""
+    global _checkout
+    for name in list(sys.modules):
+        if name.startswith("nanovllm") and "benchmark" not in name:
+            del sys.modules[name]
+    sys.path.insert(0, path)
+    _checkout = import_module("nanovllm").LLM(model, **options)  # it ignores unknown options
+
+
+def run_checkout(requests: list[Request], temperature: float) -> list[list[int]]:
+    make_params = import_module("nanovllm").SamplingParams
+    params = [make_params(temperature, request.num_tokens, ignore_eos=True) for request in requests]
+    outputs = _checkout.generate([request.prompt for request in requests], params, use_tqdm=False)
+    return [output["token_ids"] for output in outputs]
+
+
 ENGINES: dict[str, Callable[[Setting], Engine]] = {
     "nanovllm": NanoVLLM,
     "transformers": Transformers,
     "vllm": VLLM,
+    "nano-vllm": NanoVLLMCheckout,
 }
 
 

@@ -35,6 +35,7 @@ class Setting:
     options: dict[str, Any]  # options of nanovllm's LLM
     temperature: float
     batch_size: int  # for transformers
+    nano_vllm: str  # the checkout
 
     @property
     def device(self) -> torch.device:
@@ -96,6 +97,7 @@ def make_setting(
         options=options,
         temperature=cases[0].temperature,
         batch_size=args.batch_size or num_seqs,
+        nano_vllm=args.nano_vllm,
     )
 
 
@@ -124,6 +126,14 @@ def check_arguments(args: argparse.Namespace, workload: Workload) -> None:
         raise ValueError("--batch-size needs --engine transformers")
     if "vllm" in args.engine and find_spec("vllm") is None:
         raise ValueError("--engine vllm: the package vllm is missing, install it")
+    if "nano-vllm" in args.engine:
+        if not Path(args.nano_vllm, "nanovllm", "llm.py").is_file():
+            raise ValueError(
+                f"--nano-vllm {args.nano_vllm}: no checkout of nano-vLLM is there, get one with"
+                " git clone https://github.com/GeeeekExplorer/nano-vllm"
+            )
+        if not torch.cuda.is_available():
+            raise ValueError("--engine nano-vllm needs a GPU")
     if args.token_budget and not args.request_rate:
         raise ValueError("--token-budget needs --request-rate")
     if args.output and not args.request_rate and args.workload != DEPTH:

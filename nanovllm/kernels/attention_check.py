@@ -38,13 +38,13 @@ def check_backend(
 ) -> None:
     """Raise RuntimeError if the results of `backend` are wrong for layers of this shape.
 
-    Two contexts of 300 tokens are long enough for several tiles and splits. A window is cut to 100
-    tokens, so that the contexts exceed it.
+    Contexts of 300 tokens are long enough for several tiles and splits. A window is cut to 100
+    tokens, so that the contexts exceed it. Kernels can differ for one decode and for many.
     """
     if shape.window is not None:
         shape = replace(shape, window=min(shape.window, 100))
-    for query_len in (1, 300):
-        batch_shape = BatchShape(2, 300, query_len, block_size)
+    for num_seqs, query_len in ((1, 1), (32, 1), (2, 300)):
+        batch_shape = BatchShape(num_seqs, 300, query_len, block_size)
         compare_with_torch(backend, shape, batch_shape, device, dtype, tolerance=0.2)
 
 

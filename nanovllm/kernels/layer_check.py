@@ -40,14 +40,15 @@ def record_calls(model: nn.Module, run: Callable[[], object], kinds: set[type]) 
     """Return the first call of each of these classes of layers in each step of `run()`.
 
     A step is a call of `model`. In a step, calls of parts come before those of the whole. Layers of
-    one class count as two if only some of them have quantized weights, because these run other
-    kernels.
+    one class count as several if their weights have several shapes, or if only some are quantized,
+    because these run other kernels.
     """
     inputs: dict[object, tuple[Any, ...]] = {}
     steps: list[dict[object, Call]] = []
 
     def find_key(layer: nn.Module) -> object:
-        return type(layer), type(getattr(layer, "weight", None))
+        weight = getattr(layer, "weight", None)
+        return type(layer), type(weight), getattr(weight, "shape", None)
 
     def begin(layer: nn.Module, args: tuple[Any, ...]) -> None:
         if layer is model:

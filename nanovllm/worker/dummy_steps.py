@@ -60,10 +60,10 @@ def find_largest_step(worker: Worker) -> list[int]:
 
 
 def run_test_steps(worker: Worker) -> None:
-    """Compute a prompt beside a decode, and then two decodes, for self-tests.
+    """Compute a prompt beside a decode, then two decodes, and then one, for self-tests.
 
     The steps have caches of their own, with random K/V and states. Each sequence has blocks and a
-    state slot. The second step has other tokens, because equal ones would write nearly equal K/V,
+    state slot. Later steps have other tokens, because equal ones would write nearly equal K/V,
     and a layer that writes nothing would not be noticed.
     """
     length = min(_TEST_LEN, worker.max_model_len)  # tokens of each context
@@ -74,12 +74,14 @@ def run_test_steps(worker: Worker) -> None:
     for cache in caches:
         cache.normal_(generator=random)
     numbers = torch.arange(num_blocks, dtype=torch.int32, device="cpu")
-    for first_id, query_lens in ((0, [length, 1]), (7, [1, 1])):
-        batch = make_batch(query_lens, [length, length], numbers.view(2, -1), worker.block_size)
+    for first_id, query_lens in ((0, [length, 1]), (7, [1, 1]), (9, [1])):
+        num_seqs = len(query_lens)
+        tables = numbers.view(2, -1)[:num_seqs]
+        batch = make_batch(query_lens, [length] * num_seqs, tables, worker.block_size)
         batch = replace(
             batch,
             input_ids=(batch.positions + first_id) % worker.spec.vocab_size,
-            read_slots=numbers[:2],
-            write_slots=numbers[:2],
+            read_slots=numbers[:num_seqs],
+            write_slots=numbers[:num_seqs],
         )
         worker.model(copy_to(batch, worker.device), caches)

@@ -55,7 +55,9 @@ def start_worker(worker: Worker, sample: Callable[[Tensor], object]) -> None:
         sample(profile(worker))
     fill_memory(worker)
     if on_gpu:
-        sample(run_dummy_step(worker, [2, 1]))  # a chunk beside a decode
+        # A chunk beside decodes, and then a decode. Attention has other kernels for many decodes.
+        decodes = [1] * min(32, worker.max_num_logits)
+        sample(run_dummy_step(worker, [2, *decodes]))
         sample(run_dummy_step(worker, [1]))
 
 

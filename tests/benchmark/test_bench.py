@@ -17,7 +17,7 @@ from transformers import Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig
 
 from bench import main
 from nanovllm import DEMO_MODEL
-from nanovllm.benchmark import roofline
+from nanovllm.benchmark import roofline, setting
 from nanovllm.benchmark.arguments import make_parser
 from nanovllm.benchmark.engines import NanoVLLM
 from nanovllm.benchmark.roofline import (
@@ -120,6 +120,47 @@ def test_engines_are_compared_on_the_same_work(capsys):
 )
 def test_invalid_options_are_named(arguments, complaint, capsys):
     assert complaint in reject(capsys, main, [*TINY, *arguments])
+
+
+STAND_IN = """
+from dataclasses import dataclass
+
+@dataclass
+class SamplingParams:
+    temperature: float
+    max_tokens: int
+    ignore_eos: bool
+
+class LLM:
+    def __init__(self, model, gpu_memory_utilization, **options):
+        assert options["max_model_len"] > 0
+        self.share = gpu_memory_utilization
+
+    def generate(self, prompts, params, use_tqdm):
+        return [
+            {"token_ids": [prompt[0]] * each.max_tokens, "share": self.share}
+            for prompt, each in zip(prompts, params)
+        ]
+"""
+
+
+def test_a_checkout_of_nano_vllm_runs_in_its_own_process(tmp_path, monkeypatch, capsys):
+    """Its package has the name of ours. An error of it is one of bench.py."""
+    package = tmp_path / "nanovllm"
+    package.mkdir()
+    (package / "__init__.py").write_text(STAND_IN)
+    engine = ["--engine", "nano-vllm", "nanovllm", "--nano-vllm", str(tmp_path)]
+    assert "no checkout of nano-vLLM" in reject(capsys, main, [*TINY, *engine])
+    (package / "llm.py").touch()
+    assert "needs a GPU" in reject(capsys, main, [*TINY, *engine])
+    monkeypatch.setattr(setting, "check_arguments", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (3, 4))
+    main([*TINY, *engine, "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert report["ratios"].keys() == {"nano-vllm/nanovllm"}
+    (package / "__init__.py").write_text("raise ImportError('no flash_attn')")
+    with pytest.raises(ImportError, match="no flash_attn"):
+        main([*TINY, *engine])
 
 
 def test_error_of_a_run_is_not_reported_as_an_invalid_option(monkeypatch):

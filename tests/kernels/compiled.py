@@ -46,7 +46,7 @@ from nanovllm.checkpoints.quantization import INT4, INT8
 from nanovllm.engine import model_runner
 from nanovllm.engine.warm_up import sample_each_kind
 from nanovllm.kernels import kernelize, replacement
-from nanovllm.kernels.cuda import attention, graphs, layers, quantized
+from nanovllm.kernels.cuda import attention, graphs, layers, linear
 from nanovllm.layers.gated_delta import DeltaInputs, DeltaSizes, GatedDeltaRule
 from nanovllm.layers.linear import ColumnParallelLinear
 from nanovllm.layers.quantized import Scheme
@@ -59,11 +59,12 @@ from nanovllm.worker.dummy_steps import make_dummy_batch, run_dummy_step
 from nanovllm.worker.startup import make_step
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-SHARED_LIMIT = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes of a block
+SHARED_LIMIT = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes of a block
 MATRIX_INSTRUCTIONS = ["mma.sync", "wgmma", "tcgen05.mma"]
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 FEW = {  # dtype, head_dim and group_size, by compute capability
     80: [(BF16, 64, 8), (F32, 128, 7)],
+    89: [(BF16, 128, 2), (F16, 256, 1)],
     90: [(BF16, 128, 2), (BF16, 256, 4)],
     100: [(BF16, 128, 2)],
 }
@@ -125,11 +126,14 @@ def launch_model(dtype, head_dim, group_size):
 
 
 @torch.inference_mode()
-def launch_quantized(dtype, scheme):
+def launch_linear(dtype, scheme):
     """Launch linear layers with and without a bias, of sizes that do and do not fill tiles."""
-    for in_features, out_features, bias in ((1024, 3072, False), (336, 1009, True)):
+    sizes = [(1024, 3072), (1009, 336)] if scheme else linear._FEW_ROWS
+    for out_features, in_features in sizes:
+        bias = in_features <= 1024
         layer = ColumnParallelLinear(in_features, [("", out_features)], bias, dtype)
-        quantize_layer(layer, scheme)
+        if scheme:
+            quantize_layer(layer, scheme)
         kernelize(layer, torch.device("cuda"), dtype)
 
 
@@ -171,6 +175,7 @@ def inspect(kernel):
         "kernel": kernel.metadata.name,
         "is_decode": constants.get("IS_DECODE"),
         "window": constants.get("WINDOW"),
+        "rows": constants.get("M"),
         "is_partial": constants.get("ROTATED") != constants.get("HALF"),
         "registers": used["REG"],
         "spilled": used["STACK"] + used["LOCAL"],  # bytes of a thread
@@ -204,8 +209,8 @@ def compile_models(models, schemes, delta_heads, arch, launched):
         launched.clear()
         dispatched.clear()
         launch_model(dtype, head_dim, group_size)
-        for scheme in schemes:
-            launch_quantized(dtype, scheme)
+        for scheme in (None, *schemes):
+            launch_linear(dtype, scheme)
         for heads in delta_heads:
             launch_gated_delta(dtype, heads)
         print(json.dumps({"launched": launched, "dispatched": dispatched}))
@@ -240,7 +245,7 @@ def serve(num_heads, num_kv_heads, vocab_size, enforce_eager):
     with tempfile.TemporaryDirectory() as directory:
         make_checkpoint(
             Path(directory), dtype=BF16, vocab_size=vocab_size, num_attention_heads=num_heads,
-            num_key_value_heads=num_kv_heads, max_position_embeddings=2048,
+            num_key_value_heads=num_kv_heads, head_dim=128, max_position_embeddings=2048,
             use_sliding_window=True, sliding_window=100, max_window_layers=1,
         )  # fmt: skip
         llm = LLM(
@@ -256,7 +261,7 @@ def serve(num_heads, num_kv_heads, vocab_size, enforce_eager):
         step = make_step(rank)
         with torch.inference_mode():
             rank.graphs = graphs.CudaGraphs(step, rank.model, batch, rank.device, most_tokens)
-    for query_lens in ([2, 1], [1]):  # as at the start of an engine on a GPU
+    for query_lens in ([2, *[1] * 32], [1]):  # as at the start of an engine on a GPU
         logits = run_dummy_step(rank, query_lens)
         # As of three ranks, whose padding is cut off. Later logits are contiguous.
         logits = F.pad(logits, (0, 1))[:, :-1]
@@ -274,7 +279,7 @@ def run(arch, is_serving, has_all_models):
     replacement.find_optimized_layers = lambda device_type, dtype: layers.OPTIMIZED_LAYERS
     # The tensors of a batch are parts of one, as on a GPU.
     worker.copy_to = lambda batch, device: unpack(pack(batch))
-    for module in (attention, quantized):
+    for module in (attention, linear):
         module.describe_gpu = lambda device: (arch // 10, 132)
     if is_serving:
         serve(16, 8, 2000, enforce_eager=False)

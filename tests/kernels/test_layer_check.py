@@ -110,6 +110,19 @@ def test_layers_with_and_without_quantized_weights_are_tested(stand_ins, capfd, 
     assert "FastColumnParallelLinear is replaced" in capfd.readouterr().err
 
 
+def test_layers_with_each_shape_of_a_weight_are_tested(stand_ins, capfd):
+    shapes = []
+
+    def forward(layer, x):
+        shapes.append(layer.weight.shape)
+        return ColumnParallelLinear.forward(layer, x) + (shapes[-1] != shapes[0])
+
+    model, run = make_model(torch_backend, is_quantized=lambda name: False)
+    stand_ins[ColumnParallelLinear].forward = forward
+    kernelize(model, CPU, torch.float32, run)
+    assert "FastColumnParallelLinear is replaced" in capfd.readouterr().err
+
+
 def test_a_layer_that_does_not_store_keys_and_values_is_wrong(stand_ins, capfd, monkeypatch):
     def forget(layer, *args):
         monkeypatch.setattr(layer.backend, "store_kvcache", lambda *_: None)

@@ -53,6 +53,16 @@ def test_optimized_sampler_draws_the_same_tokens(vocab_size, dtype, model_dtype,
     assert optimized(logits[:0], SamplingBatch()).shape == (0,)
 
 
+@all_kernels
+def test_the_highest_bound_of_the_noise_need_not_win(language, device):
+    """In some of 200 rows another token has the highest score."""
+    params = [SamplingParams()] * 200
+    batch = make_sampling_batch(params, list(range(200)), [9] * 200, 300, device)
+    plain, optimized = make_samplers(300, F32, language, device)
+    logits = torch.randn(200, 300, generator=torch.Generator().manual_seed(0)).to(device)
+    assert torch.equal(optimized(logits, batch), plain(logits, batch))
+
+
 def change(group, **values):
     """Add fields to Noise, Filters or SamplingBatch, as a new sampling option would."""
     kind = type(group)

@@ -57,6 +57,21 @@ def test_decodes_beside_a_prompt_add_few_tiles(monkeypatch):
     assert grids == [(8, 256, 1), (5 * 8, 1, 1)]
 
 
+@pytest.mark.parametrize("head_dim, tokens", [(128, [128, 16]), (80, [16, 16])])
+def test_few_decodes_read_more_tokens_at_once(monkeypatch, head_dim, tokens):
+    """They are one or two sequences of a model with 8 KV heads."""
+    read = []
+    monkeypatch.setattr(
+        triton_backend.Launch, "__call__", lambda self, *_: read.append(self.constants.get("N"))
+    )
+    for num_seqs in (1, 32):
+        query = torch.empty(num_seqs, 16, head_dim, dtype=torch.float16)
+        kv_cache = torch.empty(2, 1, 16, 8, head_dim, dtype=torch.float16)
+        tables = torch.zeros(num_seqs, 4, dtype=torch.int32)
+        attend(triton_backend, query, kv_cache, make_batch([1] * num_seqs, [64] * num_seqs, tables))
+    assert read == tokens
+
+
 @pytest.mark.parametrize("context_len", [1000, 32_000])
 def test_decodes_split_only_the_window(monkeypatch, context_len):
     """Also in a CUDA graph, which is captured for the longest contexts."""
@@ -68,7 +83,7 @@ def test_decodes_split_only_the_window(monkeypatch, context_len):
     kv_cache = torch.empty(2, 1, 16, 1, 256, dtype=torch.float16)
     batch = make_batch([1, 1], [context_len, 40], torch.zeros(2, 2000, dtype=torch.int32))
     attend(triton_backend, query, kv_cache, batch, window=512)
-    assert grids == [(1, 2, 2), (2, 4, 1)]  # two splits, which are then combined
+    assert grids == [(1, 2, 4), (2, 4, 1)]  # four splits, which are then combined
 
 
 def test_every_split_of_a_long_context_has_a_part_of_the_window(monkeypatch):
@@ -84,7 +99,7 @@ def test_every_split_of_a_long_context_has_a_part_of_the_window(monkeypatch):
     monkeypatch.setattr(triton_backend.Launch, "__call__", record)
     step = make_step(([1], [2048]), (4, 2, 64), 16, torch.float32, DEVICE, window=512)
     attend(triton_backend, *step, window=512)
-    assert log_sums[0].shape == (1, 4, 2)
+    assert log_sums[0].shape == (1, 4, 4)
     assert log_sums[0].isfinite().all()
 
 

@@ -5,7 +5,7 @@ launch.py       caches compiled kernels
 attention.py    the attention backend "triton"
 flash_attn.py   the attention backend "flash_attn"
 sampler.py      the sampler
-quantized.py    linear layers with quantized weights
+linear.py       linear layers, with quantized weights or few rows
 gated_delta.py  the gated delta rule
 graphs.py       short steps as CUDA graphs
 

@@ -38,18 +38,30 @@ class _Tile(NamedTuple):
     num_stages: int
 
 
-# All numbers from here to `reason_unavailable` were chosen without a GPU, so that the compiler
-# spills no registers (tests/kernels/compiled.py). None is tuned on a GPU.
+# Decodes of head_dim 128 were tuned on an H200. Microseconds of a layer of Qwen3-0.6B in bfloat16:
+#
+#     sequences x tokens         1 x 1,000   8 x 1,000   32 x 1,000   32 x 4,000   256 x 1,000
+#     _Tile(16, 64, 4, 3)             11.3        16.7         45.0          142           243
+#     _Tile(16, 128, 4, 3)             7.8
+#     _Tile(16, 16, 1, 2)                                      38.5          124
+#     _Tile(16, 32, 1, 2)                         15.0         38.9          125           239
+#
+# The last one spills registers. All other numbers from here to `reason_unavailable` were chosen
+# without a GPU, so that the compiler spills none (tests/kernels/compiled.py).
 _MAX_SPLITS = 64
-_MIN_TOKENS_PER_SPLIT = 256
+_MIN_TOKENS_PER_SPLIT = 128
 # Contexts of decodes are split until there are this many programs per multiprocessor.
-_PROGRAMS_PER_PROCESSOR = 4
+_PROGRAMS_PER_PROCESSOR = 8
+# With fewer programs per multiprocessor, before contexts are split, decodes are "few": one or two
+# sequences of Qwen3-0.6B. A program then reads a short split at once.
+_FEW_PROGRAMS = 1 / 8
 _FLOAT32_TILE = _Tile(16, 16, 4, 2)  # GEMM without matrix instructions
 # Tiles of 16-bit numbers, by head_dim, which is rounded up to one of these. Hopper and Blackwell
 # (wgmma, tcgen05) multiply with K/V from shared memory, others from registers. With fewer than 5
 # stages the next tile is not fetched ahead, because it waits for its entries of the block table.
 _TILES = {
-    "decode": {64: _Tile(16, 64, 4, 3), 128: _Tile(16, 64, 4, 3), 256: _Tile(16, 16, 4, 3)},
+    "decode": {64: _Tile(16, 64, 4, 3), 128: _Tile(16, 16, 1, 2), 256: _Tile(16, 16, 4, 3)},
+    "few decodes": {128: _Tile(16, 128, 4, 3)},  # exactly 128, because 80 would spill
     "prefill": {64: _Tile(128, 64, 8, 5), 128: _Tile(128, 32, 8, 5), 256: _Tile(64, 16, 8, 5)},
     "prefill, Hopper": {
         64: _Tile(128, 64, 8, 5),
@@ -139,8 +151,14 @@ def _attend(
     block_size, num_kv_heads = kv_cache.shape[2:4]
     num_seqs = len(batch.context_lens)
     num_prefills = len(batch.long_queries)
+    num_programs = num_seqs * num_kv_heads
+    _, num_processors = describe_gpu(query.device)
+    kind = "prefill"
+    if is_decode:
+        is_few = num_programs <= _FEW_PROGRAMS * num_processors
+        kind = "few decodes" if is_few and head_dim in _TILES["few decodes"] else "decode"
     kernels = _prepare(
-        is_decode,
+        kind,
         query.device,
         query.dtype,
         query.data_ptr() % 16,
@@ -155,9 +173,8 @@ def _attend(
     split_outputs = kernels.unused
     log_sums = kernels.unused
     if is_decode:
-        num_programs = num_seqs * num_kv_heads
         max_visible = min(batch.max_seqlen_k, shape.window or batch.max_seqlen_k)
-        num_splits = _count_splits(num_programs, max_visible, kernels.num_processors)
+        num_splits = _count_splits(num_programs, max_visible, num_processors)
         # KV heads come first, so that programs that run together read adjacent memory.
         grid = (num_kv_heads, num_seqs, num_splits)
     else:
@@ -195,13 +212,12 @@ class _Kernels(NamedTuple):
     attend: Launch
     combine: Launch
     tokens: int  # query tokens of a program
-    num_processors: int
     unused: Tensor  # in place of the buffers if there is one split
 
 
 @cache
 def _prepare(
-    is_decode: bool,
+    kind: str,
     device: torch.device,
     dtype: torch.dtype,
     alignment: int,
@@ -216,8 +232,9 @@ def _prepare(
     if dtype != torch.float32:
         # On Hopper, Triton 3.6 and 3.7 fault with tiles of 32 (issues 10486, 10573 and 11366).
         dim = max(dim, 64)
-    capability, num_processors = describe_gpu(device)
-    tile = _choose_tile(is_decode, dim, dtype, capability)
+    is_decode = kind != "prefill"
+    capability, _ = describe_gpu(device)
+    tile = _choose_tile(kind, dim, dtype, capability)
     tokens = 1 if is_decode else max(1, tile.rows // group_size)
     attend = Launch(
         attend_kernel,
@@ -243,13 +260,12 @@ def _prepare(
         MAX_SPLITS=_MAX_SPLITS,
     )
     unused = torch.empty(0, dtype=torch.float32, device=device)
-    return _Kernels(attend, combine, tokens, num_processors, unused)
+    return _Kernels(attend, combine, tokens, unused)
 
 
-def _choose_tile(is_decode: bool, dim: int, dtype: torch.dtype, major: int) -> _Tile:
+def _choose_tile(kind: str, dim: int, dtype: torch.dtype, major: int) -> _Tile:
     if dtype == torch.float32:
         return _FLOAT32_TILE
-    kind = "decode" if is_decode else "prefill"
     if kind == "prefill" and major in (9, 10):
         kind = "prefill, Hopper"
     return _TILES[kind][dim]

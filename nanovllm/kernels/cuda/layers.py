@@ -1,7 +1,7 @@
 """Optimized layers for GPUs, in Triton. Each replaces several passes of torch over the same data.
 
-layer_kernels.py has the kernels. quantized.py has the layers with quantized weights, gated_delta.py
-that of recurrent models, sampler.py the sampler.
+layer_kernels.py has the kernels. linear.py has the linear layers, gated_delta.py that of recurrent
+models, sampler.py the sampler.
 """
 
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nanovllm.batch import Batch
 from nanovllm.kernels.changes import has_parts
-from nanovllm.kernels.cuda import gated_delta, quantized, sampler
+from nanovllm.kernels.cuda import gated_delta, linear, sampler
 from nanovllm.kernels.cuda.attention import store_kvcache
 from nanovllm.kernels.cuda.launch import prepare
 from nanovllm.kernels.cuda.layer_kernels import (
@@ -194,9 +194,9 @@ OPTIMIZED_LAYERS: list[type[OptimizedLayer]] = [
     FastMLP,
     sampler.FastSampler,
     gated_delta.FastGatedDeltaRule,
-    quantized.FastQuantizedColumnParallelLinear,
-    quantized.FastQuantizedRowParallelLinear,
-    quantized.FastQuantizedEmbedding,
+    linear.FastColumnParallelLinear,
+    linear.FastRowParallelLinear,
+    linear.FastEmbedding,
 ]
 
 

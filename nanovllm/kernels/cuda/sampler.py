@@ -5,6 +5,7 @@ of a row, and torch takes the maximum over the parts. To filter, a program passe
 times and searches by bisection for the lowest logit to keep.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,12 @@ from triton.language import constexpr
 from nanovllm.batch import Filters, Noise
 from nanovllm.kernels.sampler import OptimizedSampler, has_unknown_fields
 
-_BLOCK = 4096  # tokens of the vocabulary that a program holds at a time. Not tuned on a GPU.
+# Not tuned on a GPU.
+_BLOCK = 4096  # tokens of the vocabulary that a program holds at a time
+_NUM_WARPS = 8  # of a program that samples
+
+
+_LOG_2 = constexpr(math.log(2))
 
 
 class _Cut(NamedTuple):
@@ -52,6 +58,7 @@ class FastSampler(OptimizedSampler):
             tokens,
             vocab_size,
             BLOCK=_BLOCK,
+            num_warps=_NUM_WARPS,
             enable_fp_fusion=True,
         )
         best = scores.argmax(-1, keepdim=True)
@@ -98,31 +105,56 @@ def _sample_kernel(
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     tokens = part * BLOCK + tl.arange(0, BLOCK)
-    mask = tokens < vocab_size
-    logits = tl.load(logits_ptr + row * vocab_size + tokens, mask=mask, other=float("-inf"))
-    scores = logits.to(tl.float32)
-    temperature = tl.load(temperatures_ptr + row)
-    if temperature > 0:
-        # The hash and the noise of layers/noise.py.
-        x = tl.load(hashes_ptr + tokens, mask=mask, other=0).to(tl.uint32, bitcast=True)
-        x = x ^ tl.load(keys_ptr + 2 * row).to(tl.uint32, bitcast=True)
-        x = (x ^ (x >> 16)) * (tl.load(keys_ptr + 2 * row + 1).to(tl.uint32, bitcast=True) | 1)
-        x = ((x ^ (x >> 15)) * 0x2C1B3C6D) >> 1
-        number = x.to(tl.int32, bitcast=True).to(tl.float32)
-        uniform = number * (2.0**-31 * (1 - 2.0**-23)) + 2.0**-33
-        # -log(1 - uniform). Near 0, where 1 - uniform loses digits, its power series is used, of
-        # which four terms are enough for float32.
-        series = uniform * (1 + uniform * (1 / 2 + uniform * (1 / 3 + uniform * (1 / 4))))
-        exponential = tl.where(uniform < 0.01, series, -tl.log(1 - uniform))
-        scores -= temperature * tl.log(exponential)
-    # A part with a NaN has score NaN, which torch's argmax over the parts selects, and token -1.
+    logits_ptr += row * vocab_size
+    scores = _load_logits(logits_ptr, tokens, vocab_size)
     is_nan = scores != scores
     has_nan = tl.max(is_nan.to(tl.int32), axis=0) > 0
     scores = tl.where(is_nan, float("-inf"), scores)
-    best = part * BLOCK + tl.argmax(scores, axis=0)
+    temperature = tl.load(temperatures_ptr + row)
+    if temperature > 0:
+        keys_ptr += 2 * row
+        uniform = _find_uniform(hashes_ptr, keys_ptr, tokens, vocab_size)
+        # Most programs compute the noise of only one token, because an upper bound excludes all
+        # others. Noise is less than -log(uniform), since -log(1 - u) > u. The bits of a float,
+        # scaled, are its log2 at powers of two and below it elsewhere. 1e-4 exceeds all rounding.
+        bits = uniform.to(tl.int32, bitcast=True).to(tl.float32)
+        bounds = scores + temperature * (_LOG_2 * 127 + 1e-4 - bits * (_LOG_2 * 2.0**-23))
+        best = part * BLOCK + tl.argmax(bounds, axis=0)
+        highest = _perturb(logits_ptr, hashes_ptr, keys_ptr, temperature, best, vocab_size)
+        num_candidates = tl.sum((bounds >= highest).to(tl.int32), axis=0)
+        if (num_candidates > 1) & (highest > float("-inf")):
+            scores = _perturb(logits_ptr, hashes_ptr, keys_ptr, temperature, tokens, vocab_size)
+            best = part * BLOCK + tl.argmax(scores, axis=0)
+            highest = tl.max(scores, axis=0)
+    else:
+        best = part * BLOCK + tl.argmax(scores, axis=0)
+        highest = tl.max(scores, axis=0)
+    # A part with a NaN has score NaN, which torch's argmax over the parts selects, and token -1.
     index = row * tl.num_programs(1) + part
-    tl.store(scores_ptr + index, tl.where(has_nan, float("nan"), tl.max(scores, axis=0)))
+    tl.store(scores_ptr + index, tl.where(has_nan, float("nan"), highest))
     tl.store(tokens_ptr + index, tl.where(has_nan, -1, best).to(tl.int64))
+
+
+@triton.jit
+def _find_uniform(hashes_ptr, keys_ptr, tokens, vocab_size):
+    """The uniform numbers of layers/noise.py."""
+    x = tl.load(hashes_ptr + tokens, mask=tokens < vocab_size, other=0).to(tl.uint32, bitcast=True)
+    x = x ^ tl.load(keys_ptr).to(tl.uint32, bitcast=True)
+    x = (x ^ (x >> 16)) * (tl.load(keys_ptr + 1).to(tl.uint32, bitcast=True) | 1)
+    x = ((x ^ (x >> 15)) * 0x2C1B3C6D) >> 1
+    number = x.to(tl.int32, bitcast=True).to(tl.float32)
+    return number * (2.0**-31 * (1 - 2.0**-23)) + 2.0**-33
+
+
+@triton.jit
+def _perturb(logits_ptr, hashes_ptr, keys_ptr, temperature, tokens, vocab_size):
+    """Load logits, and add Gumbel noise. Loading again takes fewer registers than keeping them."""
+    uniform = _find_uniform(hashes_ptr, keys_ptr, tokens, vocab_size)
+    # -log(1 - uniform). Near 0, where 1 - uniform loses digits, its power series is used, of which
+    # four terms are enough for float32.
+    series = uniform * (1 + uniform * (1 / 2 + uniform * (1 / 3 + uniform * (1 / 4))))
+    exponential = tl.where(uniform < 0.01, series, -tl.log(1 - uniform))
+    return _load_logits(logits_ptr, tokens, vocab_size) - temperature * tl.log(exponential)
 
 
 @triton.jit(

@@ -1,4 +1,4 @@
-"""Layers with quantized weights in Triton compute the same as the plain layers they replace."""
+"""Linear layers in Triton compute the same as the plain layers they replace."""
 
 import pytest
 import torch
@@ -73,6 +73,53 @@ def test_embeddings_match_plain_ones(scheme, dtype):
     check_close(embedding.logits(hidden), plain.logits(hidden))
 
 
+@pytest.fixture
+def few_rows(monkeypatch):
+    """Let layers of 70 outputs and 323 inputs compute up to 4 rows without matrix instructions."""
+    linear = pytest.importorskip("nanovllm.kernels.cuda.linear")
+    monkeypatch.setattr(linear, "_FEW_ROWS", {(70, 323): linear._Tile(4, 4, 4, 0)})
+
+
+def make_plain_column(scheme, dtype):
+    layer = randomize(ColumnParallelLinear(323, [("", 70)], True, dtype))
+    return (quantize(layer, scheme) if scheme else layer).to(DEVICE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scheme", [None, Scheme(4, 32), Scheme(8, 128)], ids=str)
+def test_few_rows_match_the_plain_layer_and_do_not_depend_on_others(scheme, dtype, few_rows):
+    plain = make_plain_column(scheme, dtype)
+    layer = optimize(make_plain_column(scheme, dtype), "triton", dtype)
+    assert type(layer) in triton_layers().OPTIMIZED_LAYERS
+    x = (0.2 * torch.randn(4, 323, generator=torch.Generator().manual_seed(0))).to(DEVICE, dtype)
+    rows = torch.cat([layer(row[None]) for row in x])
+    check_close(rows, plain(x))
+    x[3] = torch.nan
+    for num_rows in (2, 3, 4):
+        output = layer(x[:num_rows])
+        assert torch.equal(output[:3], rows[:num_rows][:3])
+    assert output[3].isnan().all()
+
+
+def test_only_few_rows_of_known_weights_are_replaced(few_rows, monkeypatch):
+    known = make_plain_column(None, torch.float16)
+    others = [make_plain_column(None, torch.float32)]
+    others.append(randomize(ColumnParallelLinear(323, [("", 71)], True, torch.float16)).to(DEVICE))
+    for layer in others:
+        assert type(optimize(layer, "triton", layer.weight.dtype)) is ColumnParallelLinear
+    calls = []
+
+    def watch(x, *_):
+        calls.append(len(x))
+        return x
+
+    monkeypatch.setattr("nanovllm.kernels.cuda.linear.multiply", watch)
+    layer = optimize(known, "triton", torch.float16)
+    for num_rows in (0, 1, 4, 5):
+        layer(torch.zeros(num_rows, 323, dtype=torch.float16, device=DEVICE))
+    assert calls == [0, 5]
+
+
 def test_split_inputs_give_the_same_sums(monkeypatch):
     """A GPU with few multiprocessors splits less. The bias is added once."""
     layer = optimize(make_column(Scheme(4, 32), torch.float32, in_features=600), "triton")
@@ -80,7 +127,7 @@ def test_split_inputs_give_the_same_sums(monkeypatch):
     outputs = []
     for num_processors in (1000, 2, 1):
         monkeypatch.setattr(
-            "nanovllm.kernels.cuda.quantized.describe_gpu", lambda device, n=num_processors: (9, n)
+            "nanovllm.kernels.cuda.linear.describe_gpu", lambda device, n=num_processors: (9, n)
         )
         outputs.append(layer(x))
         assert torch.equal(layer(x), outputs[-1])
