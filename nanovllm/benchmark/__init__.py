@@ -3,7 +3,7 @@
 arguments.py   the command line          workloads.py   a table of workloads, and their requests
 shapes.py      built-in models           setting.py     what the command line asks for, checked
 engines.py     nanovllm, transformers, vLLM and nano-vLLM behind one interface
-memory.py      the memory that a run takes
+runs.py        times runs
 roofline.py    the minimum time          report.py      the table of figures, JSON, a plot
 latency.py     requests that arrive over time
 """

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 
 from nanovllm.benchmark.engines import Engine, NanoVLLM, Request
-from nanovllm.benchmark.memory import PEAK_MEMORY, PeakMemory
 
 PERCENTILES = (50, 90, 99)
 METRICS = ("ttft", "tpot", "itl", "e2el")
@@ -96,9 +95,7 @@ def compare_policies(
         arrivals = draw_arrivals(len(requests), rate, args.seed)
         for policy, engine in engines.items():
             assert isinstance(engine, NanoVLLM), "the others do not show their steps"
-            with PeakMemory() as memory:
-                times = serve(engine, requests, arrivals)
-            summary = {**summarize(requests, times), **memory.figures}
+            summary = summarize(requests, serve(engine, requests, arrivals))
             print_row(rate, policy, summary)
             rows.append({"request_rate": rate, "policy": policy, **summary})
     print(f"\n{READING}")
@@ -109,7 +106,7 @@ def compare_policies(
 
 def print_head() -> None:
     titles = "".join(f"{f'{metric} p50/p90/p99, ms':>28}" for metric in _SHOWN)
-    print(f"\n{'requests/s':>10}  {'policy':24}{'output tok/s':>12}{titles}{'peak MB':>9}")
+    print(f"\n{'requests/s':>10}  {'policy':24}{'output tok/s':>12}{titles}")
 
 
 def print_row(rate: float, policy: str, summary: dict[str, float]) -> None:
@@ -117,7 +114,6 @@ def print_row(rate: float, policy: str, summary: dict[str, float]) -> None:
     for metric in _SHOWN:
         values = [f"{summary[f'p{percent}_{metric}_ms']:.0f}" for percent in PERCENTILES]
         cells += f"{' / '.join(values):>28}"
-    cells += f"{summary[PEAK_MEMORY]:9.0f}"
     print(f"{rate:10g}  {policy:24}{summary['output_throughput']:12.1f}{cells}", flush=True)
 
 

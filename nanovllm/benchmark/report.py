@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from nanovllm.benchmark import roofline
@@ -98,6 +99,19 @@ def report_bandwidth(device: torch.device, peak: PeakRates) -> Figures:
             " engines that ran in turn."
         )
     return {"peak_bytes_per_second_after_runs": after}
+
+
+def report_memory() -> Figures:
+    """Print and return the anonymous memory of this process and its children, at the end.
+
+    Pages of files do not count, because the system can drop them.
+    """
+    process = psutil.Process()
+    infos = [each.memory_info() for each in (process, *process.children(recursive=True))]
+    # macOS does not tell shared pages apart.
+    num_bytes = sum(info.rss - getattr(info, "shared", 0) for info in infos)
+    print(f"anonymous memory: {num_bytes / 1e6:.0f} MB")
+    return {"anonymous_memory_mb": round(num_bytes / 1e6)}
 
 
 class Table:
