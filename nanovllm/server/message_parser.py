@@ -111,10 +111,14 @@ class MessageParser(TextStream):
         position = first_end
         for _ in range(MAX_ENDS):
             after = position + len(end)
-            calls = read_calls(self.text[start : after if start == 0 else position], self.schemas)
+            block = self.text[start : after if start == 0 else position]
+            is_cut = end in ("", END_THINK)  # nothing has closed the block
+            # JSON shows itself whether it is complete. A function must end with its tag then.
+            may_have_calls = not is_cut or first != FUNCTION or block.rstrip().endswith(END_FUNCTION)
+            calls = read_calls(block, self.schemas) if may_have_calls else []
             if calls:
                 return calls, position if end == TOOL_CALL else after
-            if end in ("", END_THINK):
+            if is_cut:
                 break
             position, end = yield from self.find(ends, after)
         return [], first_end
