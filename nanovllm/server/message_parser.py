@@ -112,10 +112,11 @@ class MessageParser(TextStream):
         for _ in range(MAX_ENDS):
             after = position + len(end)
             block = self.text[start : after if start == 0 else position]
-            is_cut = end in ("", END_THINK)  # nothing has closed the block
-            # JSON shows itself whether it is complete. A function must end with its tag then.
-            may_have_calls = not is_cut or first != FUNCTION or block.rstrip().endswith(END_FUNCTION)
-            calls = read_calls(block, self.schemas) if may_have_calls else []
+            # Without an end of the block, a function that its own tag does not end is cut off.
+            is_cut = end in ("", END_THINK)
+            if is_cut and first == FUNCTION and not block.rstrip().endswith(END_FUNCTION):
+                break
+            calls = read_calls(block, self.schemas)
             if calls:
                 return calls, position if end == TOOL_CALL else after
             if is_cut:
