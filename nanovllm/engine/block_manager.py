@@ -70,11 +70,12 @@ class BlockManager:
         self.blocked: tuple[Sequence, int, set[int]] | None = None
 
     @classmethod
-    def compute_hash(cls, token_ids: list[int], prefix: int) -> int:
+    def compute_hash(cls, token_ids: list[int], prefix: int = -1) -> int:
         """Hash a block's tokens, chained to the 128-bit hash of the block before it.
 
         The chain of an engine starts at its root_hash. The prefix is hashed as data, so that all
         its bits count. It is also the seed, because xxh3 has known collisions for a known seed.
+        Prefix -1 is none.
         """
         prefix_bytes = (prefix % 2**128).to_bytes(16, "little")
         data = prefix_bytes + array("i", token_ids).tobytes()

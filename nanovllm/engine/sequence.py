@@ -19,9 +19,16 @@ until it is known.
 """
 
 from dataclasses import dataclass
+from enum import Enum, auto
 
 from nanovllm.outputs import FinishReason
 from nanovllm.sampling_params import SamplingParams
+
+
+class SequenceStatus(Enum):
+    WAITING = auto()
+    RUNNING = auto()
+    FINISHED = auto()
 
 
 @dataclass(eq=False)
@@ -53,6 +60,13 @@ class Sequence:
         self.block_table: list[int] = []  # logical block -> physical block
         self.block_hashes: list[int] = []  # hashes of full blocks, computed when first needed
         self.lane = -1  # while it runs: its row in the model runner's block tables
+
+    @property
+    def status(self) -> SequenceStatus:
+        """For readers. The scheduler looks at what it follows from."""
+        if self.finish_reason is not None:
+            return SequenceStatus.FINISHED
+        return SequenceStatus.RUNNING if self.lane >= 0 else SequenceStatus.WAITING
 
     @property
     def has_pending_token(self) -> bool:

@@ -91,6 +91,7 @@ def test_each_engine_has_its_own_128_bit_hashes():
         hashes += manager.hash_to_block_id
     assert hashes[0] != hashes[1]
     assert max(hashes) > 2**64
+    assert BlockManager.compute_hash([1, 2]) == BlockManager.compute_hash([1, 2], -1)
 
 
 # --- eviction

@@ -214,6 +214,19 @@ CASES = {
         "<tool_call>\n<function=add>\n<parameter=text>\nhello\n</parameter>\n<para",
         {"content": "<tool_call>\n<function=add>\n<parameter=text>\nhello\n</parameter>\n<para"},
     ),
+    "cut off before a parameter": (
+        EXAMPLE.partition("<parameter")[0],
+        {"content": EXAMPLE.partition("<parameter")[0]},
+    ),
+    "cut off after a parameter": (
+        EXAMPLE.partition("</function>")[0],
+        {"content": EXAMPLE.partition("</function>")[0]},
+    ),
+    "cut off without <tool_call>": ("See <function=add>", {"content": "See <function=add>"}),
+    "cut off in reasoning": (
+        "<think><tool_call><function=add></think>Yes.",
+        {"reasoning": "<tool_call><function=add>", "content": "Yes."},
+    ),
     "a value with </tool_call>": (
         write_tags("<parameter=text>", "end with </tool_call>", "</parameter>") + "Done.",
         {**say("end with </tool_call>"), "content": "Done."},
