@@ -213,7 +213,7 @@ def test_arguments_that_are_no_json_object_reach_the_template(demo, monkeypatch,
     messages[0]["tool_calls"] += call_tool()[0]["tool_calls"]
     before = deepcopy(messages)
     for template, expected in [
-        (QWEN3, f'{arguments}{{"a": 12, "b": [30]}}'),
+        (QWEN3, f'{json.dumps({"arguments": arguments})}{{"a": 12, "b": [30]}}'),
         (QWEN3_5, f"arguments={arguments};a=12;b=[30];"),
         (TOOL_TEMPLATE, json.dumps(arguments)),
     ]:
