@@ -186,15 +186,9 @@ class AWQ(GPTQ):
 
 
 class CompressedTensors(PackedFormat):
-    """Matrices are stored as [out, in], and their shapes beside them."""
+    """Matrices are stored as [out, in], and their shapes beside them, which are not read."""
 
     marker = "weight_packed"
     zeros = "weight_zero_point"
     scales = "weight_scale"
     inputs_first = False
-
-    def read(self, files: TensorFiles, layer: str, shape: list[int]) -> QuantizedWeight | Tensor:
-        name = f"{layer}.weight_shape"
-        if name in files and files.read(name, [2], ["I64", "I32"]).tolist() != shape:
-            raise ValueError(f"{files.locate(name)} is not {shape}, which the model needs")
-        return super().read(files, layer, shape)
