@@ -6,7 +6,6 @@ file of its own. An unsupported feature is rejected with an error that names it,
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,30 +66,27 @@ def read_spec(
         read = {**_read_fields(config, family.spec, family.names), **family.fixed}
         computed = family.compute(config, {**read, "max_model_len": max_model_len})
         quantized = read_quantization(config, quantization)
-        others = {"dtype": dtype, "quantization": quantized, "config_names": family.names}
-        spec = family.spec(**{**read, **computed, **others})
-        _check_ranks(spec, num_ranks)
+        spec = family.spec(**{**read, **computed, "dtype": dtype, "quantization": quantized})
+        _check_ranks(spec, family.names, num_ranks)
         return spec
 
 
 def _find_family(name: object) -> "Family":
     if isinstance(name, str) and name in ARCHITECTURES:
         return ARCHITECTURES[name]
-    nearest = get_close_matches(str(name), ARCHITECTURES, cutoff=0.5)
-    similar = f" (similar: {', '.join(nearest)})" if nearest else ""
     raise ValueError(
-        f"architectures[0]={show(name)} is not supported{similar}: nanovllm/models/README.md lists"
-        " the supported classes"
+        f"architectures[0]={show(name)} is not supported: nanovllm/models/README.md lists the"
+        " supported classes"
     )
 
 
-def _check_ranks(spec: ModelSpec, num_ranks: int) -> None:
+def _check_ranks(spec: ModelSpec, names: Mapping[str, str], num_ranks: int) -> None:
     for field in spec.divided_fields:
         size = getattr(spec, field)
         if size % num_ranks != 0:
             raise ValueError(
                 f"tensor_parallel_size={num_ranks} does not divide"
-                f" {spec.config_names[field]}={size}: use a divisor of it"
+                f" {names[field]}={size}: use a divisor of it"
             )
     num_kv_heads = spec.num_kv_heads
     if num_kv_heads % num_ranks != 0 and num_ranks % num_kv_heads != 0:
