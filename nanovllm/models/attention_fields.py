@@ -90,15 +90,6 @@ def read_rope(
         raise ValueError(f"partial_rotary_factor={share} is not supported")
     supported = _ROPE_TYPES if length is None else (*_ROPE_TYPES, "longrope")
     rope_type = check_choice("rope_type", rope["rope_type"], supported)
-    # In configs of Gemma 3, transformers ignores the older name of rope_type. In configs of Phi, it
-    # renames types to longrope.
-    old_type = rope.get("type", rope_type)
-    is_renamed = rope_type == "longrope" and old_type in ("su", "yarn")
-    if old_type != rope_type and not is_renamed:
-        raise ValueError(
-            f"type={old_type!r} and rope_type={rope_type!r} contradict each other: set only"
-            " rope_type in rope_scaling"
-        )
     if rope_type == "longrope":
         _check_factors(rope, int(head_dim * share) // 2)
     if rope_type in ("default", "dynamic"):  # "dynamic" changes only contexts above max_len
