@@ -76,6 +76,7 @@ class Experts(nn.Module):
     def __init__(self, spec: MoESpec, tp: TensorParallel) -> None:
         super().__init__()
         self.tp = tp
+        self.is_stacked = False  # in the checkpoint, too, where gate_proj comes before up_proj
         size = spec.expert_size // tp.size
         gate_up_shape = (spec.num_experts, 2 * size, spec.hidden_size)
         down_shape = (spec.num_experts, spec.hidden_size, size)
@@ -86,10 +87,18 @@ class Experts(nn.Module):
         size = self.down_proj.shape[2]
         start, full_size = self.tp.rank * size, self.tp.size * size
         for expert, (gate_up, down) in enumerate(zip(self.gate_up_proj, self.down_proj)):
-            prefix = f"{name}.{expert}"
-            yield f"{prefix}.gate_proj.weight", Target(gate_up[:size], 0, start, full_size)
-            yield f"{prefix}.up_proj.weight", Target(gate_up[size:], 0, start, full_size)
-            yield f"{prefix}.down_proj.weight", Target(down, 1, start, full_size)
+            gate, up = gate_up[:size], gate_up[size:]
+            if self.is_stacked:
+                key = f"{name}.gate_up_proj.weight"
+                stack = (expert, self.down_proj.shape[0])
+                yield key, Target(gate, 0, start, 2 * full_size, *stack)
+                yield key, Target(up, 0, full_size + start, 2 * full_size, *stack)
+                yield f"{name}.down_proj.weight", Target(down, 1, start, full_size, *stack)
+            else:
+                prefix = f"{name}.{expert}"
+                yield f"{prefix}.gate_proj.weight", Target(gate, 0, start, full_size)
+                yield f"{prefix}.up_proj.weight", Target(up, 0, start, full_size)
+                yield f"{prefix}.down_proj.weight", Target(down, 1, start, full_size)
 
     def compute(self, expert: int, x: Tensor) -> Tensor:
         """Compute this rank's share of an expert's output for x [num_rows, hidden_size]."""

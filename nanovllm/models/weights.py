@@ -18,6 +18,7 @@ from nanovllm.checkpoints.tensor_files import TensorFiles, summarize
 from nanovllm.layers.attention import Backend
 from nanovllm.layers.linear import Target
 from nanovllm.layers.tensor_parallel import TensorParallel
+from nanovllm.models.moe import Experts
 from nanovllm.models.quantized_layers import quantize_layers
 from nanovllm.models.spec import CausalLM, ModelSpec
 
@@ -44,6 +45,9 @@ def make_model(
     """
     with torch.device("meta"):
         model = spec.make_model(backend, tp)
+    for name, layer in model.named_modules():
+        if isinstance(layer, Experts) and files is not None:
+            layer.is_stacked = f"{name}.down_proj.weight" in files
     quantize_layers(model, spec.quantization, files, tp)
     return model
 
@@ -123,7 +127,7 @@ def _find_unexpected(files: TensorFiles, format: Format | None) -> list[str]:
         is_zero_bias = format is not None and name.endswith(".bias") and not files.read(name).any()
         if not is_zero_bias:
             unexpected.append(files.locate(name))
-    return list(dict.fromkeys(unexpected))  # matrices of a stacked tensor are in one place
+    return unexpected
 
 
 @torch.no_grad()
