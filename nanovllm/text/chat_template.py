@@ -28,8 +28,6 @@ Tool = JsonObject
 NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)  # name of a function
 ROLES = ("system", "developer", "user", "assistant", "tool")
 UNSUPPORTED = ("function_call", "audio")
-# Fields that are a str or None.
-TEXTS = ("name", "tool_call_id", "refusal", "reasoning", "reasoning_content")
 
 
 class ChatTemplate:
@@ -89,9 +87,6 @@ def prepare_messages(conversation: Any) -> list[Message]:
         for field in UNSUPPORTED:
             if message.get(field) not in (None, []):
                 raise invalid(f"{name}.{field}", "is not supported: leave it out")
-        for field in TEXTS:
-            text = message.get(field)
-            _require(text is None or isinstance(text, str), f"{name}.{field}", "a str", text)
         content = message.get("content")
         if role == "assistant" and content in (None, []):
             content = ""
