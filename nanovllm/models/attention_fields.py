@@ -173,12 +173,6 @@ def compute_by_layer_type(config: PretrainedConfig, given: Fields) -> dict[str, 
     head_dim = read_head_dim(config)
     windows = read_windows(config, given["max_len"])
     types = list(dict.fromkeys(config.layer_types))
-    unknown = sorted(set(config.rope_parameters).difference(ATTENTION_TYPES))
-    if unknown:
-        raise ValueError(
-            f"rope_parameters has {unknown[0]} outside of a layer type, and transformers would"
-            " ignore it: move it into each layer type"
-        )
     return {
         "head_dim": head_dim,
         "ropes": tuple(read_rope(config, head_dim, layer_type) for layer_type in types),
