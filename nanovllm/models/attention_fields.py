@@ -19,8 +19,6 @@ from nanovllm.utils.checks import (
     check_fraction,
     check_int,
     check_number,
-    check_type,
-    invalid,
 )
 
 ATTENTION_TYPES = ("full_attention", "sliding_attention")  # of layer_types
@@ -90,8 +88,6 @@ def read_rope(
         raise ValueError(f"partial_rotary_factor={share} is not supported")
     supported = _ROPE_TYPES if length is None else (*_ROPE_TYPES, "longrope")
     rope_type = check_choice("rope_type", rope["rope_type"], supported)
-    if rope_type == "longrope":
-        _check_factors(rope, int(head_dim * share) // 2)
     if rope_type in ("default", "dynamic"):  # "dynamic" changes only contexts above max_len
         spec = RopeSpec.from_base(rope["rope_theta"], int(head_dim * share))
     else:
@@ -105,17 +101,6 @@ def read_rope(
             " and finite"
         )
     return spec
-
-
-def _check_factors(rope: dict[str, Any], num_pairs: int) -> None:
-    for name in ("short_factor", "long_factor"):
-        factors: Any = rope.get(name)
-        check_type(name, factors, (list,), "a list of numbers")
-        if len(factors) != num_pairs:
-            meaning = f"{num_pairs} numbers, one for each pair of dimensions that RoPE rotates"
-            raise invalid(name, f"must have {meaning}, not {len(factors)}")
-        for factor in factors:
-            check_number(name, factor, low=0.0, open_low=True)
 
 
 def read_max_len(config: PretrainedConfig, max_model_len: int | None) -> int:

@@ -42,9 +42,7 @@ class MoESpec(DecoderSpec):
 
     @property
     def divided_fields(self) -> tuple[str, ...]:
-        if self.dense_layers:
-            return *super().divided_fields, "expert_size"
-        return "num_heads", "expert_size"
+        return *super().divided_fields, "expert_size"
 
     def make_mlp(self, layer: int, tp: TensorParallel) -> nn.Module:
         return MLP(self, tp) if layer in self.dense_layers else MoE(self, tp)
