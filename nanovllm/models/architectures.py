@@ -23,7 +23,7 @@ from nanovllm.models.attention_fields import (
 )
 from nanovllm.models.decoder import DecoderSpec
 from nanovllm.models.gemma3 import Gemma3Spec, compute_gemma3
-from nanovllm.models.granite import GraniteSpec, compute_granite
+from nanovllm.models.granite import GraniteSpec
 from nanovllm.models.moe import MoESpec, compute_moe
 from nanovllm.models.olmo import OlmoSpec
 from nanovllm.models.opt import OPTSpec, compute_opt
@@ -131,7 +131,7 @@ _QWEN3_NEXT = Family(
 ARCHITECTURES = {
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": _GEMMA3,
-    "GraniteForCausalLM": Family(GraniteSpec, compute=compute_granite),
+    "GraniteForCausalLM": Family(GraniteSpec),
     "LlamaForCausalLM": Family(DecoderSpec),
     "MistralForCausalLM": Family(DecoderSpec),
     "MinistralForCausalLM": Family(DecoderSpec),

@@ -148,7 +148,7 @@ def compute_decoder(
         "ropes": (rope,),
         "rope_indices": (0,) * given["num_layers"],
         "windows": read_windows(config, max_len, layer_types),
-        "scale": head_dim**-0.5,
+        "scale": given.get("scale", head_dim**-0.5),
         "max_len": max_len,
     }
 

@@ -39,27 +39,16 @@ class MoESpec(DecoderSpec):
     expert_size: int  # intermediate size of an expert
     normalize_weights: bool  # so that the weights of a token's experts sum to 1
     dense_layers: frozenset[int]
+    shared_size: int = 0  # intermediate size of a shared expert. 0: there is none
 
     @property
     def divided_fields(self) -> tuple[str, ...]:
-        return *super().divided_fields, "expert_size"
+        return *super().divided_fields, "expert_size", "shared_size"
 
     def make_mlp(self, layer: int, tp: TensorParallel) -> nn.Module:
-        return MLP(self, tp) if layer in self.dense_layers else MoE(self, tp)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SharedExpertSpec(MoESpec):
-    """A decoder whose experts have a shared expert beside them."""
-
-    shared_size: int  # intermediate size of the shared expert
-
-    @property
-    def divided_fields(self) -> tuple[str, ...]:
-        return *super().divided_fields, "shared_size"
-
-    def make_mlp(self, layer: int, tp: TensorParallel) -> nn.Module:
-        return MLP(self, tp) if layer in self.dense_layers else SharedExpertMoE(self, tp)
+        if layer in self.dense_layers:
+            return MLP(self, tp)
+        return SharedExpertMoE(self, tp) if self.shared_size else MoE(self, tp)
 
 
 class Experts(nn.Module):
@@ -148,7 +137,7 @@ class MoE(nn.Module):
 class SharedExpertMoE(MoE):
     """Adds the output of a shared expert, times a sigmoid gate, to that of the chosen experts."""
 
-    def __init__(self, spec: SharedExpertSpec, tp: TensorParallel) -> None:
+    def __init__(self, spec: MoESpec, tp: TensorParallel) -> None:
         super().__init__(spec, tp)
         # Without a group it does not add up the ranks' shares, because `forward` does.
         tp = replace(tp, group=None, host_group=None)
