@@ -27,7 +27,6 @@ _QUANTIZATION_FIELDS = ("quantization_config", "compression_config")
 _QUANTIZATION_FILES = {  # with the quant_method that their contents can omit
     "quantize_config.json": "gptq",
     "quant_config.json": "awq",
-    "hf_quant_config.json": "modelopt",
 }
 _GENERATION_CONFIG = "generation_config.json"
 _SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
@@ -69,7 +68,7 @@ class Checkpoint:
 def find_checkpoint(model: str) -> Path:
     """Return the directory `model`, or download the Hub id `model` and return its directory.
 
-    Raises ValueError if it is neither, or if a file in it is not a regular file.
+    Raises ValueError if it is neither.
     """
     directory = Path(os.path.expanduser(model))
     if not directory.is_dir():
@@ -78,11 +77,6 @@ def find_checkpoint(model: str) -> Path:
         with naming(problem, OSError, ValueError):
             downloaded = snapshot_download(model, allow_patterns=_FILES, ignore_patterns=_COPIES)
         directory = Path(downloaded)
-    for pattern in _FILES:
-        for path in directory.glob(pattern):
-            # Reading a named pipe would wait for its writer.
-            if path.exists() and not path.is_file():
-                raise ValueError(f"{path} is not a regular file")
     return directory
 
 
@@ -132,15 +126,9 @@ def _list_quantization(directory: Path, *configs: PretrainedConfig) -> Iterator[
 def read_tokenizer(directory: Path) -> PreTrainedTokenizerBase | None:
     """Load the tokenizer. Return None if the checkpoint has none.
 
-    Raises ValueError if it cannot be loaded, or has a format that is not supported.
+    Raises ValueError if it cannot be loaded.
     """
     if not any((directory / name).is_file() for name in _VOCABULARIES):
-        for path in [directory / "tekken.json", *directory.glob("*.model")]:
-            if path.is_file():
-                raise ValueError(
-                    f"{path} is a tokenizer in a format that is not supported: add a tokenizer.json"
-                    " that was converted from it, or remove it to serve prompts of token ids"
-                )
         return None
     problem = (  # the error of transformers always names tiktoken
         f"cannot load the tokenizer in {directory} (a tokenizer.model without tokenizer.json needs"

@@ -27,7 +27,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from nanovllm.checkpoints.tensor_files import FLOATS, StackedMatrix, TensorFiles
+from nanovllm.checkpoints.tensor_files import FLOATS, TensorFiles
 from nanovllm.layers.quantized import QuantizedWeight, Scheme, unpack
 from nanovllm.utils.helpers import cdiv
 
@@ -47,7 +47,7 @@ class Format:
         return f"{layer}.{self.marker}" in files
 
     def read(self, files: TensorFiles, layer: str, shape: list[int]) -> QuantizedWeight | Tensor:
-        """Read the weight of `layer`, which has this shape [out, in].
+        """Read the weight of `layer`, which has this shape [out, in], or [experts, out, in].
 
         Raises ValueError for tensors that are missing, or do not fit it or config.json.
         """
@@ -62,15 +62,16 @@ class FP8(Format):
     def read(self, files: TensorFiles, layer: str, shape: list[int]) -> Tensor:
         name = f"{layer}.weight"
         weight = files.open(name, shape, ["F8_E4M3"])
-        if isinstance(weight, StackedMatrix) and weight.rows.start % FP8_BLOCK != 0:
+        is_stacked = len(shape) == 3 and layer.endswith("gate_up_proj")
+        if is_stacked and shape[1] % (2 * FP8_BLOCK) != 0:
             raise ValueError(
                 f"{files.locate(name)} has blocks with rows of both gate_proj and up_proj, because"
                 f" moe_intermediate_size is no multiple of {FP8_BLOCK}: store experts singly"
             )
-        num_blocks = [cdiv(size, FP8_BLOCK) for size in shape]
-        factors = files.read(f"{layer}.{self.marker}", num_blocks).float()
-        for dim, size in enumerate(shape):
-            factors = factors.repeat_interleave(FP8_BLOCK, dim).narrow(dim, 0, size)
+        num_blocks = [cdiv(size, FP8_BLOCK) for size in shape[-2:]]
+        factors = files.read(f"{layer}.{self.marker}", shape[:-2] + num_blocks).float()
+        for dim in (-2, -1):
+            factors = factors.repeat_interleave(FP8_BLOCK, dim).narrow(dim, 0, shape[dim])
         return weight[...].float() * factors
 
 
@@ -186,15 +187,9 @@ class AWQ(GPTQ):
 
 
 class CompressedTensors(PackedFormat):
-    """Matrices are stored as [out, in], and their shapes beside them."""
+    """Matrices are stored as [out, in], and their shapes beside them, which are not read."""
 
     marker = "weight_packed"
     zeros = "weight_zero_point"
     scales = "weight_scale"
     inputs_first = False
-
-    def read(self, files: TensorFiles, layer: str, shape: list[int]) -> QuantizedWeight | Tensor:
-        name = f"{layer}.weight_shape"
-        if name in files and files.read(name, [2], ["I64", "I32"]).tolist() != shape:
-            raise ValueError(f"{files.locate(name)} is not {shape}, which the model needs")
-        return super().read(files, layer, shape)

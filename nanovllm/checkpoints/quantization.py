@@ -56,10 +56,6 @@ def read_quantization(config: PretrainedConfig, option: str | None) -> Quantizat
     source = getattr(config, "quantization_source", "quantization_config")
     with naming(source, Exception):  # an invalid value can raise anything
         settings = dict(settings)
-        # ModelOpt also stores its settings where it has quantized nothing but the KV cache.
-        modelopt = settings.get("quantization", settings)
-        if "quant_algo" in modelopt and modelopt["quant_algo"] is None:
-            return _OPTIONS[option]
         method = check_choice("quant_method", settings.get("quant_method"), tuple(_READERS))
         return replace(_OPTIONS[option], format=_READERS[method](settings))
 
@@ -69,8 +65,7 @@ def _read_gptq(settings: Settings) -> Format:
         raise ValueError("dynamic gives some layers other bits, which is not supported")
     versions = (None, "gptq", "gptq_v2")
     check_supported(settings, format=versions, checkpoint_format=versions)
-    unused: tuple[object, ...] = (None, False, {})
-    check_supported(settings, is_marlin_format=unused, adapter=unused, pack_dtype=(None, "int32"))
+    check_supported(settings, adapter=(None, {}))
     version = settings.get("checkpoint_format") or settings.get("format")
     format = _make_packed(
         GPTQ,

@@ -2,17 +2,13 @@
 
 If there is an index, the checkpoint has only the tensors that it lists. Files are mapped into
 memory, so a tensor takes memory only while it is read. Of a float weight, a rank reads only its
-shard. Codes are read whole, and of stacked experts one matrix at a time.
-
-Some checkpoints stack the weights of all experts into one tensor. Each of its matrices then has the
-name that it has in other checkpoints, and is read alone.
+shard. Codes are read whole.
 """
 
 import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,25 +22,6 @@ from nanovllm.utils.helpers import read_json
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 INDEX = "model.safetensors.index.json"
 _DAMAGED = (SafetensorError, OSError)  # what safe_open raises
-_STACKED_EXPERTS = re.compile(r"(.*\.experts)\.(gate_up|down)_proj(_scale_inv)?")
-
-
-@dataclass(frozen=True)
-class StackedMatrix:
-    """Rows of one expert in a stacked tensor, with the methods of a safetensors slice."""
-
-    stacked: Any  # the slice of the whole tensor [num_experts, num_rows, num_columns]
-    expert: int
-    rows: slice
-
-    def get_shape(self) -> list[int]:
-        return [self.rows.stop - self.rows.start, self.stacked.get_shape()[2]]
-
-    def get_dtype(self) -> str:
-        return self.stacked.get_dtype()
-
-    def __getitem__(self, index: Any) -> Tensor:
-        return self.stacked[self.expert, self.rows][index]
 
 
 class TensorFiles:
@@ -58,7 +35,6 @@ class TensorFiles:
         self.directory = directory
         self._files: dict[Path, safe_open] = {}
         self._stored: dict[str, tuple[Path, str]] = {}  # file, and the name in it
-        self._matrices: dict[str, tuple[int, slice]] = {}  # expert and rows in a stacked tensor
         self._opened: set[str] = set()
         repeated: list[str] = []
         for path, listed in list_files(directory).items():
@@ -72,25 +48,13 @@ class TensorFiles:
             for stored_name in names:
                 if listed is not None and stored_name not in listed:
                     continue
-                for name in self._find_names(path, stored_name):
-                    if name in self._stored:
-                        repeated.append(f"{self.locate(name)} and {stored_name} in {path.name}")
-                    self._stored[name] = (path, stored_name)
+                name = _normalize(stored_name)
+                if name in self._stored:
+                    repeated.append(f"{self.locate(name)} and {stored_name} in {path.name}")
+                self._stored[name] = (path, stored_name)
         if repeated:
             problem = summarize("repeated tensors", repeated)
             raise ValueError(f"the checkpoint in {directory} is ambiguous: {problem}")
-
-    def _find_names(self, path: Path, stored_name: str) -> list[str]:
-        """Return the name of a tensor, or those of its matrices if it is a stacked one."""
-        name = _normalize(stored_name)
-        match = _STACKED_EXPERTS.fullmatch(name)
-        shape = self._files[path].get_slice(stored_name).get_shape() if match else []
-        if match is None or len(shape) != 3:
-            return [name]
-        key = f"weight{match[3] or ''}"
-        matrices = _divide_experts(match[1], match[2], key, shape)
-        self._matrices.update(matrices)
-        return list(matrices)
 
     def __contains__(self, name: str) -> bool:
         return name in self._stored
@@ -137,8 +101,6 @@ class TensorFiles:
         self._opened.add(name)
         with naming(path, *_DAMAGED, ValueError):
             stored: Any = self._files[path].get_slice(stored_name)
-            if name in self._matrices:
-                stored = StackedMatrix(stored, *self._matrices[name])
             if shape is not None and stored.get_shape() != shape:
                 raise ValueError(
                     f"tensor {stored_name} has shape {stored.get_shape()}, the model needs {shape}"
@@ -161,31 +123,13 @@ def _normalize(stored_name: str) -> str:
 
     A model that was saved without its head has names without the prefix "model.". The text part of
     a model for images has the prefix "model.language_model.", or "language_model." before the whole
-    name (Gemma 3), and OPT has "model.decoder.".
+    name (Gemma 3), and OPT has "model.decoder.". Stacked experts have no ".weight".
     """
     name = stored_name.removeprefix("language_model.")
     if not name.startswith(("model.", "lm_head.", "mtp.")):
         name = f"model.{name}"
-    return re.sub(r"^model\.(language_model|decoder)\.", "model.", name)
-
-
-def _divide_experts(
-    layer: str, kind: str, key: str, shape: list[int]
-) -> dict[str, tuple[int, slice]]:
-    """Return the matrices in a stacked tensor, by the names that they have as tensors.
-
-    With gate_up_proj, the first half of an expert's rows is gate_proj, and the second up_proj.
-    """
-    num_experts, num_rows, _ = shape
-    half = num_rows // 2
-    parts = {"down": slice(0, num_rows)}
-    if kind == "gate_up":
-        parts = {"gate": slice(0, half), "up": slice(half, num_rows)}
-    return {
-        f"{layer}.{expert}.{part}_proj.{key}": (expert, rows)
-        for expert in range(num_experts)
-        for part, rows in parts.items()
-    }
+    name = re.sub(r"^model\.(language_model|decoder)\.", "model.", name)
+    return re.sub(r"(\.experts\.(?:gate_up|down)_proj)(_scale_inv)?$", r"\1.weight\2", name)
 
 
 def summarize(title: str, names: list[str]) -> str:

@@ -19,10 +19,9 @@ the request after its step, or the next call does if the step fails. Without a r
 
 import os
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import chain
 from threading import Lock, get_ident
 from typing import Any, ClassVar, TypeVar
@@ -74,21 +73,7 @@ class ThreadSafeEngine(LLMEngine):
             raise
 
     def step(self, inbox: Inbox | None = None) -> list[RequestOutput]:
-        outputs = self._take_turn(super().step, inbox)
-        if not self.warnings:
-            return outputs
-        while self.warnings:
-            with suppress(IndexError):  # another thread was faster
-                message = self.warnings.popleft()
-                warnings.warn(message, RuntimeWarning, stacklevel=2)
-        return self._take_turn(self._report, self._inbox if inbox is None else inbox)
-
-    def _issue_warnings(self) -> None:
-        """Not within a turn, because a filter of warnings may call the engine."""
-
-    def _report(self, inbox: Inbox) -> list[RequestOutput]:
-        # As in LLMEngine, warnings come before outputs. `step` reports again after it issued them.
-        return [] if self.warnings else super()._report(inbox)
+        return self._take_turn(super().step, inbox)
 
     def abort(self, request_id: int) -> None:
         """As LLMEngine.abort, from any thread at any moment. A running step ends first."""

@@ -27,26 +27,30 @@ class Target:
 
     `destination` receives the shard of the tensor that begins at index `start` of dimension `dim`.
     `full_size` is the size of the tensor in that dimension. None: `destination` receives the whole
-    tensor.
+    tensor. With an `index`, the tensor is a stack of `num_matrices`, of which this is one.
     """
 
     destination: Tensor | QuantizedWeight
     dim: int = 0
     start: int = 0
     full_size: int | None = None
+    index: int | None = None
+    num_matrices: int = 0
 
     @property
     def full_shape(self) -> list[int]:
         shape = list(self.destination.shape)
         if self.full_size is not None:
             shape[self.dim] = self.full_size
-        return shape
+        return shape if self.index is None else [self.num_matrices, *shape]
 
     @property
-    def shard(self) -> tuple[slice, ...]:
+    def shard(self) -> tuple[slice | int, ...]:
         """The index of this rank's shard in the full tensor."""
         end = self.start + self.destination.shape[self.dim]
-        before = [slice(None)] * self.dim
+        before: list[slice | int] = [slice(None)] * self.dim
+        if self.index is not None:
+            before.insert(0, self.index)
         return (*before, slice(self.start, end))
 
 

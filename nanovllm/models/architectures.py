@@ -1,12 +1,11 @@
 """Converts a Hugging Face config to a ModelSpec. The engine learns the shapes of models only here.
 
-A family is a row of ARCHITECTURES, at the end. If it differs by structure, it also has a spec in a
-file of its own. An unsupported feature is rejected with an error that names it, never ignored.
+A family is a row of ARCHITECTURES. If it differs by structure, it also has a spec in a file of its
+own. An unsupported feature is rejected with an error that names it, never ignored.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +23,7 @@ from nanovllm.models.attention_fields import (
 )
 from nanovllm.models.decoder import DecoderSpec
 from nanovllm.models.gemma3 import Gemma3Spec, compute_gemma3
-from nanovllm.models.granite import GraniteSpec, compute_granite
+from nanovllm.models.granite import GraniteSpec
 from nanovllm.models.moe import MoESpec, compute_moe
 from nanovllm.models.olmo import OlmoSpec
 from nanovllm.models.opt import OPTSpec, compute_opt
@@ -47,6 +46,117 @@ from nanovllm.utils.checks import (
 
 MAX_LAYERS = 1000  # far above real models
 
+# Fields of specs, with their names in config.json. A field is read if a spec and a config have it.
+NAMES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "intermediate_size": "intermediate_size",
+    "tie_embeddings": "tie_word_embeddings",
+    "max_len": "max_position_embeddings",
+    "norm_eps": "rms_norm_eps",
+    "qkv_bias": "attention_bias",
+    "o_bias": "attention_bias",
+    "mlp_bias": "mlp_bias",
+    # experts
+    "num_experts": "num_experts",
+    "num_experts_per_tok": "num_experts_per_tok",
+    "expert_size": "moe_intermediate_size",
+    "shared_size": "shared_expert_intermediate_size",
+    "normalize_weights": "norm_topk_prob",
+    # Gated DeltaNet
+    "num_key_heads": "linear_num_key_heads",
+    "num_value_heads": "linear_num_value_heads",
+    "key_dim": "linear_key_head_dim",
+    "value_dim": "linear_value_head_dim",
+    "conv_size": "linear_conv_kernel_dim",
+    # Granite
+    "scale": "attention_multiplier",
+    "embedding_multiplier": "embedding_multiplier",
+    "residual_multiplier": "residual_multiplier",
+    "logits_scaling": "logits_scaling",
+    # OPT
+    "embedding_size": "word_embed_proj_dim",
+    "norm_first": "do_layer_norm_before",
+    "norm_has_weights": "layer_norm_elementwise_affine",
+    "bias": "enable_bias",
+}
+
+
+class Family(NamedTuple):
+    """How the config.json of a family becomes a spec.
+
+    A field of the spec is in NAMES, in `fixed`, or in what `compute` returns.
+    """
+
+    spec: type[ModelSpec]
+    fixed: Mapping[str, Any] = {}  # fields that are the same in all models of the family
+    # The other fields, from config.json, the fields of NAMES and `fixed`, and max_model_len.
+    compute: Callable[[PretrainedConfig, Fields], Fields] = compute_decoder
+    # Fields of config.json that must have one of these values.
+    supported: Mapping[str, tuple[object, ...]] = {"hidden_act": ("silu",)}
+    names: Mapping[str, str] = {}  # where they differ from NAMES
+
+
+_NORMED = {"qk_norm": True}
+_FUSED = {"qkv_names": ("qkv_proj",) * 3, "gate_up_names": ("gate_up_proj",) * 2}
+_GEMMA3 = Family(
+    Gemma3Spec,
+    _NORMED,
+    compute_gemma3,
+    {
+        "hidden_activation": ("gelu_pytorch_tanh",),
+        "attn_logit_softcapping": (None,),
+        "final_logit_softcapping": (None,),
+        "use_bidirectional_attention": (False, None),
+    },
+)
+_QWEN3_5 = Family(Qwen35Spec, _NORMED, compute_qwen3_5)
+_QWEN3_5_MOE = Family(
+    Qwen35MoESpec,
+    {**_NORMED, "normalize_weights": True, "dense_layers": frozenset()},
+    compute_qwen3_5_moe,
+    # config.json has no intermediate_size, because only the shared expert is an ordinary MLP.
+    names={"intermediate_size": "shared_expert_intermediate_size"},
+)
+_QKVZ, _BA = "in_proj_qkvz", "in_proj_ba"
+_QWEN3_NEXT = Family(
+    Qwen35MoESpec,
+    {**_NORMED, "projections": (_QKVZ, _QKVZ, _BA, _BA), "has_groups": True},
+    compute_qwen3_next,
+)
+
+ARCHITECTURES = {
+    "Gemma3ForCausalLM": _GEMMA3,
+    "Gemma3ForConditionalGeneration": _GEMMA3,
+    "GraniteForCausalLM": Family(GraniteSpec),
+    "LlamaForCausalLM": Family(DecoderSpec),
+    "MistralForCausalLM": Family(DecoderSpec),
+    "MinistralForCausalLM": Family(DecoderSpec),
+    "Olmo2ForCausalLM": Family(OlmoSpec),
+    "Olmo3ForCausalLM": Family(OlmoSpec, compute=compute_by_layer_type),
+    "OPTForCausalLM": Family(
+        OPTSpec,
+        compute=compute_opt,
+        supported={"activation_function": ("relu",)},
+        names={"intermediate_size": "ffn_dim"},
+    ),
+    "Phi3ForCausalLM": Family(
+        DecoderSpec, _FUSED, partial(compute_decoder, allow_partial_rope=True)
+    ),
+    "Qwen2ForCausalLM": Family(DecoderSpec, {"qkv_bias": True}),
+    "Qwen3ForCausalLM": Family(DecoderSpec, _NORMED),
+    "Qwen3MoeForCausalLM": Family(MoESpec, _NORMED, compute_moe),
+    "Qwen3NextForCausalLM": _QWEN3_NEXT,
+    "Qwen3_5ForCausalLM": _QWEN3_5,
+    "Qwen3_5ForConditionalGeneration": _QWEN3_5,
+    "Qwen3_5MoeForCausalLM": _QWEN3_5_MOE,
+    "Qwen3_5MoeForConditionalGeneration": _QWEN3_5_MOE,
+    "SmolLM3ForCausalLM": Family(DecoderSpec, compute=compute_smollm3),
+}
+
 
 def read_spec(
     config: PretrainedConfig,
@@ -64,33 +174,31 @@ def read_spec(
         family = _find_family(next(iter(config.architectures or ()), None))
         check_choice("dtype", str(dtype).removeprefix("torch."), DTYPES)
         check_supported(vars(config), **family.supported)
-        read = {**_read_fields(config, family.spec, family.names), **family.fixed}
+        names = {**NAMES, **family.names}
+        read = {**_read_fields(config, family.spec, names), **family.fixed}
         computed = family.compute(config, {**read, "max_model_len": max_model_len})
         quantized = read_quantization(config, quantization)
-        others = {"dtype": dtype, "quantization": quantized, "config_names": family.names}
-        spec = family.spec(**{**read, **computed, **others})
-        _check_ranks(spec, num_ranks)
+        spec = family.spec(**{**read, **computed, "dtype": dtype, "quantization": quantized})
+        _check_ranks(spec, names, num_ranks)
         return spec
 
 
-def _find_family(name: object) -> "Family":
+def _find_family(name: object) -> Family:
     if isinstance(name, str) and name in ARCHITECTURES:
         return ARCHITECTURES[name]
-    nearest = get_close_matches(str(name), ARCHITECTURES, cutoff=0.5)
-    similar = f" (similar: {', '.join(nearest)})" if nearest else ""
     raise ValueError(
-        f"architectures[0]={show(name)} is not supported{similar}: nanovllm/models/README.md lists"
-        " the supported classes"
+        f"architectures[0]={show(name)} is not supported: nanovllm/models/README.md lists the"
+        " supported classes"
     )
 
 
-def _check_ranks(spec: ModelSpec, num_ranks: int) -> None:
+def _check_ranks(spec: ModelSpec, names: Mapping[str, str], num_ranks: int) -> None:
     for field in spec.divided_fields:
         size = getattr(spec, field)
         if size % num_ranks != 0:
             raise ValueError(
                 f"tensor_parallel_size={num_ranks} does not divide"
-                f" {spec.config_names[field]}={size}: use a divisor of it"
+                f" {names[field]}={size}: use a divisor of it"
             )
     num_kv_heads = spec.num_kv_heads
     if num_kv_heads % num_ranks != 0 and num_ranks % num_kv_heads != 0:
@@ -107,6 +215,8 @@ def _read_fields(
     types = {field.name: field.type for field in fields(spec)}
     found: dict[str, Any] = {}
     for field, name in names.items():
+        if field not in types or not hasattr(config, name):
+            continue
         value = getattr(config, name)
         if types[field] is int:
             limit = MAX_LAYERS if field == "num_layers" else MAX_SIZE
@@ -115,128 +225,3 @@ def _read_fields(
             value = check_number(name, value, low=0.0, open_low=True)
         found[field] = value
     return found
-
-
-class Family(NamedTuple):
-    """How the config.json of a family becomes a spec.
-
-    A field of the spec is in `names`, in `fixed`, or in what `compute` returns.
-    """
-
-    spec: type[ModelSpec]
-    names: Mapping[str, str]  # fields that config.json has, with their names there
-    fixed: Mapping[str, Any] = {}  # fields that are the same in all models of the family
-    # The other fields, from config.json, the fields of `names` and `fixed`, and max_model_len.
-    compute: Callable[[PretrainedConfig, Fields], Fields] = compute_decoder
-    # Fields of config.json that must have one of these values.
-    supported: Mapping[str, tuple[object, ...]] = {"hidden_act": ("silu",)}
-
-
-# Fields of specs, with their names in config.json.
-_SIZES = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-    "tie_embeddings": "tie_word_embeddings",
-    "max_len": "max_position_embeddings",
-}
-_DECODER = {
-    **_SIZES,
-    "num_kv_heads": "num_key_value_heads",
-    "intermediate_size": "intermediate_size",
-    "norm_eps": "rms_norm_eps",
-}
-_WITH_BIASES = {**_DECODER, "qkv_bias": "attention_bias", "o_bias": "attention_bias"}
-_EXPERTS = {
-    "num_experts": "num_experts",
-    "num_experts_per_tok": "num_experts_per_tok",
-    "expert_size": "moe_intermediate_size",
-}
-_MOE = {**_WITH_BIASES, **_EXPERTS, "normalize_weights": "norm_topk_prob"}
-_DELTA = {
-    **_WITH_BIASES,
-    "num_key_heads": "linear_num_key_heads",
-    "num_value_heads": "linear_num_value_heads",
-    "key_dim": "linear_key_head_dim",
-    "value_dim": "linear_value_head_dim",
-    "conv_size": "linear_conv_kernel_dim",
-}
-_LLAMA = {**_WITH_BIASES, "mlp_bias": "mlp_bias"}
-_GRANITE = {
-    **_LLAMA,
-    "scale": "attention_multiplier",
-    "embedding_multiplier": "embedding_multiplier",
-    "residual_multiplier": "residual_multiplier",
-    "logits_scaling": "logits_scaling",
-}
-_SHARED = {"shared_size": "shared_expert_intermediate_size"}
-_OPT = {
-    **_SIZES,
-    "embedding_size": "word_embed_proj_dim",
-    "intermediate_size": "ffn_dim",
-    "norm_first": "do_layer_norm_before",
-    "norm_has_weights": "layer_norm_elementwise_affine",
-    "bias": "enable_bias",
-}
-_NORMED = {"qk_norm": True}
-_FUSED = {"qkv_names": ("qkv_proj",) * 3, "gate_up_names": ("gate_up_proj",) * 2}
-_GEMMA3 = Family(
-    Gemma3Spec,
-    _WITH_BIASES,
-    _NORMED,
-    compute_gemma3,
-    supported={
-        "hidden_activation": ("gelu_pytorch_tanh",),
-        "attn_logit_softcapping": (None,),
-        "final_logit_softcapping": (None,),
-        "use_bidirectional_attention": (False, None),
-    },
-)
-_QWEN3_5 = Family(Qwen35Spec, _DELTA, _NORMED, compute_qwen3_5)
-_QWEN3_5_MOE = Family(
-    Qwen35MoESpec,
-    # config.json has no intermediate_size, because only the shared expert is an ordinary MLP.
-    {**_DELTA, **_EXPERTS, **_SHARED, "intermediate_size": _SHARED["shared_size"]},
-    {**_NORMED, "normalize_weights": True, "dense_layers": frozenset()},
-    compute_qwen3_5_moe,
-)
-_QKVZ, _BA = "in_proj_qkvz", "in_proj_ba"
-_QWEN3_NEXT = Family(
-    Qwen35MoESpec,
-    {**_DELTA, **_MOE, **_SHARED},
-    {**_NORMED, "projections": (_QKVZ, _QKVZ, _BA, _BA), "has_groups": True},
-    compute_qwen3_next,
-)
-
-ARCHITECTURES = {
-    "Gemma3ForCausalLM": _GEMMA3,
-    "Gemma3ForConditionalGeneration": _GEMMA3,
-    "GraniteForCausalLM": Family(GraniteSpec, _GRANITE, compute=compute_granite),
-    "LlamaForCausalLM": Family(DecoderSpec, _LLAMA),
-    "MistralForCausalLM": Family(DecoderSpec, _DECODER),
-    "MinistralForCausalLM": Family(DecoderSpec, _DECODER),
-    "Olmo2ForCausalLM": Family(OlmoSpec, _WITH_BIASES),
-    "Olmo3ForCausalLM": Family(OlmoSpec, _WITH_BIASES, compute=compute_by_layer_type),
-    "OPTForCausalLM": Family(
-        OPTSpec,
-        _OPT,
-        compute=compute_opt,
-        supported={"activation_function": ("relu",)},
-    ),
-    "Phi3ForCausalLM": Family(
-        DecoderSpec,
-        _DECODER,
-        _FUSED,
-        partial(compute_decoder, allow_partial_rope=True),
-    ),
-    "Qwen2ForCausalLM": Family(DecoderSpec, _DECODER, {"qkv_bias": True}),
-    "Qwen3ForCausalLM": Family(DecoderSpec, _WITH_BIASES, _NORMED),
-    "Qwen3MoeForCausalLM": Family(MoESpec, _MOE, _NORMED, compute_moe),
-    "Qwen3NextForCausalLM": _QWEN3_NEXT,
-    "Qwen3_5ForCausalLM": _QWEN3_5,
-    "Qwen3_5ForConditionalGeneration": _QWEN3_5,
-    "Qwen3_5MoeForCausalLM": _QWEN3_5_MOE,
-    "Qwen3_5MoeForConditionalGeneration": _QWEN3_5_MOE,
-    "SmolLM3ForCausalLM": Family(DecoderSpec, _LLAMA, compute=compute_smollm3),
-}

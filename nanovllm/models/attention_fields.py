@@ -19,8 +19,6 @@ from nanovllm.utils.checks import (
     check_fraction,
     check_int,
     check_number,
-    check_type,
-    invalid,
 )
 
 ATTENTION_TYPES = ("full_attention", "sliding_attention")  # of layer_types
@@ -90,17 +88,6 @@ def read_rope(
         raise ValueError(f"partial_rotary_factor={share} is not supported")
     supported = _ROPE_TYPES if length is None else (*_ROPE_TYPES, "longrope")
     rope_type = check_choice("rope_type", rope["rope_type"], supported)
-    # In configs of Gemma 3, transformers ignores the older name of rope_type. In configs of Phi, it
-    # renames types to longrope.
-    old_type = rope.get("type", rope_type)
-    is_renamed = rope_type == "longrope" and old_type in ("su", "yarn")
-    if old_type != rope_type and not is_renamed:
-        raise ValueError(
-            f"type={old_type!r} and rope_type={rope_type!r} contradict each other: set only"
-            " rope_type in rope_scaling"
-        )
-    if rope_type == "longrope":
-        _check_factors(rope, int(head_dim * share) // 2)
     if rope_type in ("default", "dynamic"):  # "dynamic" changes only contexts above max_len
         spec = RopeSpec.from_base(rope["rope_theta"], int(head_dim * share))
     else:
@@ -114,17 +101,6 @@ def read_rope(
             " and finite"
         )
     return spec
-
-
-def _check_factors(rope: dict[str, Any], num_pairs: int) -> None:
-    for name in ("short_factor", "long_factor"):
-        factors: Any = rope.get(name)
-        check_type(name, factors, (list,), "a list of numbers")
-        if len(factors) != num_pairs:
-            meaning = f"{num_pairs} numbers, one for each pair of dimensions that RoPE rotates"
-            raise invalid(name, f"must have {meaning}, not {len(factors)}")
-        for factor in factors:
-            check_number(name, factor, low=0.0, open_low=True)
 
 
 def read_max_len(config: PretrainedConfig, max_model_len: int | None) -> int:
@@ -172,7 +148,7 @@ def compute_decoder(
         "ropes": (rope,),
         "rope_indices": (0,) * given["num_layers"],
         "windows": read_windows(config, max_len, layer_types),
-        "scale": head_dim**-0.5,
+        "scale": given.get("scale", head_dim**-0.5),
         "max_len": max_len,
     }
 
@@ -182,12 +158,6 @@ def compute_by_layer_type(config: PretrainedConfig, given: Fields) -> dict[str, 
     head_dim = read_head_dim(config)
     windows = read_windows(config, given["max_len"])
     types = list(dict.fromkeys(config.layer_types))
-    unknown = sorted(set(config.rope_parameters).difference(ATTENTION_TYPES))
-    if unknown:
-        raise ValueError(
-            f"rope_parameters has {unknown[0]} outside of a layer type, and transformers would"
-            " ignore it: move it into each layer type"
-        )
     return {
         "head_dim": head_dim,
         "ropes": tuple(read_rope(config, head_dim, layer_type) for layer_type in types),

@@ -18,13 +18,11 @@ Reference: the model cards of Granite 3.
 from dataclasses import dataclass
 
 from torch import Tensor
-from transformers import PretrainedConfig
 
 from nanovllm.batch import Batch
 from nanovllm.layers.attention import Backend
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
-from nanovllm.models.attention_fields import Fields, compute_decoder
 from nanovllm.models.decoder import Decoder, DecoderSpec
 from nanovllm.models.spec import CausalLM
 
@@ -53,7 +51,3 @@ class GraniteDecoder(Decoder):
     def forward(self, batch: Batch, kv_caches: list[Tensor]) -> Tensor:
         """Divide the hidden states, which divides the logits."""
         return super().forward(batch, kv_caches) / self.logits_scaling
-
-
-def compute_granite(config: PretrainedConfig, given: Fields) -> Fields:
-    return {**compute_decoder(config, given), "scale": given["scale"]}

@@ -39,29 +39,16 @@ class MoESpec(DecoderSpec):
     expert_size: int  # intermediate size of an expert
     normalize_weights: bool  # so that the weights of a token's experts sum to 1
     dense_layers: frozenset[int]
+    shared_size: int = 0  # intermediate size of a shared expert. 0: there is none
 
     @property
     def divided_fields(self) -> tuple[str, ...]:
-        if self.dense_layers:
-            return *super().divided_fields, "expert_size"
-        return "num_heads", "expert_size"
+        return *super().divided_fields, "expert_size", "shared_size"
 
     def make_mlp(self, layer: int, tp: TensorParallel) -> nn.Module:
-        return MLP(self, tp) if layer in self.dense_layers else MoE(self, tp)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SharedExpertSpec(MoESpec):
-    """A decoder whose experts have a shared expert beside them."""
-
-    shared_size: int  # intermediate size of the shared expert
-
-    @property
-    def divided_fields(self) -> tuple[str, ...]:
-        return *super().divided_fields, "shared_size"
-
-    def make_mlp(self, layer: int, tp: TensorParallel) -> nn.Module:
-        return MLP(self, tp) if layer in self.dense_layers else SharedExpertMoE(self, tp)
+        if layer in self.dense_layers:
+            return MLP(self, tp)
+        return SharedExpertMoE(self, tp) if self.shared_size else MoE(self, tp)
 
 
 class Experts(nn.Module):
@@ -76,6 +63,7 @@ class Experts(nn.Module):
     def __init__(self, spec: MoESpec, tp: TensorParallel) -> None:
         super().__init__()
         self.tp = tp
+        self.is_stacked = False  # in the checkpoint, too, where gate_proj comes before up_proj
         size = spec.expert_size // tp.size
         gate_up_shape = (spec.num_experts, 2 * size, spec.hidden_size)
         down_shape = (spec.num_experts, spec.hidden_size, size)
@@ -86,10 +74,18 @@ class Experts(nn.Module):
         size = self.down_proj.shape[2]
         start, full_size = self.tp.rank * size, self.tp.size * size
         for expert, (gate_up, down) in enumerate(zip(self.gate_up_proj, self.down_proj)):
-            prefix = f"{name}.{expert}"
-            yield f"{prefix}.gate_proj.weight", Target(gate_up[:size], 0, start, full_size)
-            yield f"{prefix}.up_proj.weight", Target(gate_up[size:], 0, start, full_size)
-            yield f"{prefix}.down_proj.weight", Target(down, 1, start, full_size)
+            gate, up = gate_up[:size], gate_up[size:]
+            if self.is_stacked:
+                key = f"{name}.gate_up_proj.weight"
+                stack = (expert, self.down_proj.shape[0])
+                yield key, Target(gate, 0, start, 2 * full_size, *stack)
+                yield key, Target(up, 0, full_size + start, 2 * full_size, *stack)
+                yield f"{name}.down_proj.weight", Target(down, 1, start, full_size, *stack)
+            else:
+                prefix = f"{name}.{expert}"
+                yield f"{prefix}.gate_proj.weight", Target(gate, 0, start, full_size)
+                yield f"{prefix}.up_proj.weight", Target(up, 0, start, full_size)
+                yield f"{prefix}.down_proj.weight", Target(down, 1, start, full_size)
 
     def compute(self, expert: int, x: Tensor) -> Tensor:
         """Compute this rank's share of an expert's output for x [num_rows, hidden_size]."""
@@ -141,7 +137,7 @@ class MoE(nn.Module):
 class SharedExpertMoE(MoE):
     """Adds the output of a shared expert, times a sigmoid gate, to that of the chosen experts."""
 
-    def __init__(self, spec: SharedExpertSpec, tp: TensorParallel) -> None:
+    def __init__(self, spec: MoESpec, tp: TensorParallel) -> None:
         super().__init__(spec, tp)
         # Without a group it does not add up the ranks' shares, because `forward` does.
         tp = replace(tp, group=None, host_group=None)

@@ -26,7 +26,7 @@ from nanovllm.layers.norm import RMSNorm, ZeroCenteredRMSNorm
 from nanovllm.layers.tensor_parallel import TensorParallel
 from nanovllm.models.attention_fields import Fields, check_multiple, compute_decoder
 from nanovllm.models.decoder import Attention, CosSins, DecoderLayer, DecoderSpec
-from nanovllm.models.moe import SharedExpertSpec, check_experts, find_dense_layers
+from nanovllm.models.moe import MoESpec, check_experts, find_dense_layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class Qwen35Spec(DeltaSizes, DecoderSpec):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen35MoESpec(Qwen35Spec, SharedExpertSpec):
+class Qwen35MoESpec(Qwen35Spec, MoESpec):
     """With experts in place of MLPs, in layers with attention and in those with a state."""
 
 

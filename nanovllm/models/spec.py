@@ -4,8 +4,7 @@ Each structure of models has a subclass of ModelSpec in the file of its layers, 
 fills it from config.json.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -51,8 +50,6 @@ class ModelSpec:
     max_len: int  # maximum number of positions, with RoPE scaling
     dtype: torch.dtype
     quantization: Quantization = NOT_QUANTIZED
-    # Names in config.json of some fields, for messages.
-    config_names: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property
     def divided_fields(self) -> tuple[str, ...]:

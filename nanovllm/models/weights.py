@@ -2,9 +2,9 @@
 
 Loading is strict. Every parameter is written exactly once, and every tensor of the checkpoint is
 used. A missing, unexpected or repeated tensor is an error that names up to five. RoPE buffers of
-old checkpoints are skipped, because the model computes them from config.json. Vision towers and
-draft heads (MTP) are skipped, because they are not run. A tied output head can be stored in place
-of the embedding. If both are stored, they are compared.
+old checkpoints and the shapes of packed weights are skipped, because config.json has both. Vision
+towers and draft heads (MTP) are skipped, because they are not run. A tied output head can be stored
+in place of the embedding. If both are stored, they are compared.
 """
 
 from collections import defaultdict
@@ -18,6 +18,7 @@ from nanovllm.checkpoints.tensor_files import TensorFiles, summarize
 from nanovllm.layers.attention import Backend
 from nanovllm.layers.linear import Target
 from nanovllm.layers.tensor_parallel import TensorParallel
+from nanovllm.models.moe import Experts
 from nanovllm.models.quantized_layers import quantize_layers
 from nanovllm.models.spec import CausalLM, ModelSpec
 
@@ -26,7 +27,12 @@ _SKIPPED_PARTS = ("model.visual.", "model.vision_tower.", "model.multi_modal_pro
 # Dummy weights repeat after this many, because torch takes five seconds to draw a billion, with any
 # number of threads. This is a prime number, so the rows of a large matrix do not repeat.
 _NUM_DUMMIES = (1 << 22) - 3
-_ROPE_BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+_SKIPPED_ENDS = (
+    "rotary_emb.inv_freq",
+    "rotary_emb.cos_cached",
+    "rotary_emb.sin_cached",
+    "weight_shape",
+)
 
 
 def make_model(
@@ -39,6 +45,9 @@ def make_model(
     """
     with torch.device("meta"):
         model = spec.make_model(backend, tp)
+    for name, layer in model.named_modules():
+        if isinstance(layer, Experts) and files is not None:
+            layer.is_stacked = f"{name}.down_proj.weight" in files
     quantize_layers(model, spec.quantization, files, tp)
     return model
 
@@ -112,13 +121,13 @@ def _find_unexpected(files: TensorFiles, format: Format | None) -> list[str]:
     """Return the tensors that nothing has read, except those that are skipped on purpose."""
     unexpected: list[str] = []
     for name in files.list_unread():
-        if name.endswith(_ROPE_BUFFERS) or name.startswith(_SKIPPED_PARTS):
+        if name.endswith(_SKIPPED_ENDS) or name.startswith(_SKIPPED_PARTS):
             continue
         # AutoGPTQ adds biases of zeros where there are none.
         is_zero_bias = format is not None and name.endswith(".bias") and not files.read(name).any()
         if not is_zero_bias:
             unexpected.append(files.locate(name))
-    return list(dict.fromkeys(unexpected))  # matrices of a stacked tensor are in one place
+    return unexpected
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from inspect import signature
 from typing import Any
 
 from nanovllm.utils.checks import check_bool, check_choice, check_type, invalid, show
-from nanovllm.utils.helpers import ForeignError, call_foreign
+from nanovllm.utils.helpers import call_foreign
 
 JsonObject = dict[str, Any]
 # {"role": one of ROLES, "content": text}, where the text is a str or a list of parts
@@ -28,8 +28,6 @@ Tool = JsonObject
 NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)  # name of a function
 ROLES = ("system", "developer", "user", "assistant", "tool")
 UNSUPPORTED = ("function_call", "audio")
-# Fields that are a str or None.
-TEXTS = ("name", "tool_call_id", "refusal", "reasoning", "reasoning_content")
 
 
 class ChatTemplate:
@@ -72,25 +70,16 @@ class ChatTemplate:
             **variables,
         )
         problem = "the checkpoint's chat template cannot format these messages"
-        texts: list[str] = []
-        for conversation in conversations:
-            messages = prepare_messages(conversation)
-            try:
-                text = call_foreign(problem, partial(apply, messages))
-            except ForeignError:
-                # Perhaps because arguments are a str, over whose items Qwen3.5's template loops.
-                messages = prepare_messages(conversation, wraps_arguments=True)
-                text = call_foreign(problem, partial(apply, messages))
-            texts.append(str(text))
-        return texts
+        return [
+            str(call_foreign(problem, partial(apply, prepare_messages(conversation))))
+            for conversation in conversations
+        ]
 
 
-def prepare_messages(conversation: Any, wraps_arguments: bool = False) -> list[Message]:
+def prepare_messages(conversation: Any) -> list[Message]:
     """Return the messages with their content as one str, and arguments of tool calls as dicts.
 
-    Arguments that are not JSON of an object stay a str, which shows the model its mistake. With
-    `wraps_arguments`, they are the value of one argument. Other fields are left to the template.
-    Raises ValueError that names the field at fault.
+    Other fields are left to the template. Raises ValueError that names the field at fault.
     """
     prepared: list[Message] = []
     for name, message in _list_dicts("messages", conversation):
@@ -98,9 +87,6 @@ def prepare_messages(conversation: Any, wraps_arguments: bool = False) -> list[M
         for field in UNSUPPORTED:
             if message.get(field) not in (None, []):
                 raise invalid(f"{name}.{field}", "is not supported: leave it out")
-        for field in TEXTS:
-            text = message.get(field)
-            _require(text is None or isinstance(text, str), f"{name}.{field}", "a str", text)
         content = message.get("content")
         if role == "assistant" and content in (None, []):
             content = ""
@@ -111,7 +97,7 @@ def prepare_messages(conversation: Any, wraps_arguments: bool = False) -> list[M
             meaning = "'assistant' for a message with tool_calls"
             _require(role == "assistant", f"{name}.role", meaning, role)
             message["tool_calls"] = [
-                _prepare_call(call_name, call, wraps_arguments)
+                _prepare_call(call_name, call)
                 for call_name, call in _list_dicts(f"{name}.tool_calls", calls)
             ]
         prepared.append(message)
@@ -142,19 +128,23 @@ def _read_function(name: str, call: JsonObject) -> JsonObject:
     return function
 
 
-def _prepare_call(name: str, call: JsonObject, wraps_arguments: bool) -> JsonObject:
-    """Return a call with its arguments as a dict. Templates write JSON, and would quote a str."""
+def _prepare_call(name: str, call: JsonObject) -> JsonObject:
+    """Return a call with its arguments as a dict, because templates loop over them.
+
+    Arguments that are not JSON of an object become the value of one argument, which shows the model
+    its mistake.
+    """
     function = _read_function(name, call)
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
+        given = arguments
+        arguments = {"arguments": given}
         with suppress(ValueError, RecursionError):
-            parsed = json.loads(arguments)
+            parsed = json.loads(given)
             if isinstance(parsed, dict):
                 arguments = parsed
-    is_valid = isinstance(arguments, (dict, str))
+    is_valid = isinstance(arguments, dict)
     _require(is_valid, f"{name}.function.arguments", "JSON of an object", arguments)
-    if wraps_arguments and isinstance(arguments, str):
-        arguments = {"arguments": arguments}
     return {**call, "function": {**function, "arguments": arguments}}
 
 

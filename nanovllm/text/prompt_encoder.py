@@ -73,7 +73,10 @@ class PromptEncoder:
         rejects.
         """
         if self.tokenizer is None:
-            raise ValueError("the checkpoint has no tokenizer: a prompt must be token ids, not str")
+            raise ValueError(
+                "the checkpoint has no tokenizer.json or other tokenizer that is supported: add it,"
+                " or let a prompt be token ids, not str"
+            )
         if len(text) > self.max_chars:  # tokenizing 32 MB takes a minute and gigabytes
             raise self._too_long(f"{len(text)} characters, which exceed")
         problem = "the tokenizer cannot encode the prompt"

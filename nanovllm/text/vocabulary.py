@@ -60,7 +60,4 @@ class Vocabulary:
         if self.is_sentencepiece:
             byte = re.fullmatch("<0x([0-9A-F]{2})>", piece)
             return bytes.fromhex(byte[1]) if byte else piece.replace("▁", " ").encode()
-        text = str(self.tokenizer.decode([token_id]))
-        if not text and len(piece) == 1 and ord(piece) < 256:  # a byte of ByT5
-            return bytes([ord(piece)])
-        return text.encode()
+        return str(self.tokenizer.decode([token_id])).encode()

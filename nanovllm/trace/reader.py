@@ -5,6 +5,7 @@ from pathlib import Path
 
 from nanovllm.engine.feature import Facts
 from nanovllm.trace.step import TracedStep
+from nanovllm.utils.checks import naming
 
 
 def read(path: str | Path) -> list[TracedStep]:
@@ -13,12 +14,10 @@ def read(path: str | Path) -> list[TracedStep]:
     Raises ValueError for an invalid trace, OSError for an unreadable file.
     """
     reader = Reader()
-    try:
-        for event in json.loads(Path(path).read_bytes()):
+    content = Path(path).read_bytes()
+    with naming(f"{path} is not a nanovllm trace, or it is truncated", Exception):
+        for event in json.loads(content):
             reader.add(event)
-    except (LookupError, TypeError, AttributeError, ValueError, RecursionError) as error:
-        problem = f"{path} is not a nanovllm trace, or it is truncated"
-        raise ValueError(f"{problem}: {error!r}") from error
     if not reader.steps:
         raise ValueError(f"{path} contains no steps")
     return reader.steps

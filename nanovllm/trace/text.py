@@ -1,21 +1,17 @@
 """Shows a trace as text: lanes as rows, steps as columns. ASCII, which every terminal has."""
 
-import re
 from itertools import accumulate
 from textwrap import wrap
 
 from nanovllm.trace.step import BLOCK_STATES, TracedStep
 
 _NAME_WIDTH = 10  # width of the column of row names
-# What the cells of lanes can contain: a pattern of it, and an example with its meaning.
-_LEGEND = {
-    r"[A-Z]\d": "A22: prefill of 22 tokens of A",
-    r"[A-Z]\+": "A+4: prefill of 4 tokens after a hit",
-    r"\*": "A16*: prefill of 16 tokens whose state is kept as a snapshot",
-    r"[ |][a-z]\b(?!\+)": "a: decode",
-    r"[a-z]\+": "a+2: decode with 2 accepted draft tokens",
-    r"!": "!A: preemption",
-}
+# What the cells of lanes can contain, by examples.
+_LEGEND = (
+    "A22: prefill of 22 tokens of A; A+4: prefill of 4 tokens after a hit; A16*: prefill of 16"
+    " tokens whose state is kept as a snapshot; a: decode; a+2: decode with 2 accepted draft"
+    " tokens; !A: preemption"
+)
 _COUNTERS = (
     "after the step: waiting requests; used, reusable (free, in the prefix cache), empty blocks"
 )
@@ -40,14 +36,12 @@ def render(steps: list[TracedStep], width: int = 100) -> str:
     for name, row in rows.items():
         line = "".join(cell.ljust(size) for cell, size in zip(row, widths[:num_shown]))
         lines.append(f"{name:>8} |{line}".rstrip())
-    drawn = "\n".join(lines)
-    legend = [meaning for pattern, meaning in _LEGEND.items() if re.search(pattern, drawn)]
     lines.append("")
     num_more = len(steps) - num_shown
     if num_more:
         more = "step does" if num_more == 1 else "steps do"
         lines += wrap(f"{num_more} more {more} not fit: -o timeline.html shows all", width)
-    lines += [*wrap("; ".join(legend), width), *wrap("; ".join(counters), width)]
+    lines += [*wrap(_LEGEND, width), *wrap("; ".join(counters), width)]
     return "\n".join(lines)
 
 

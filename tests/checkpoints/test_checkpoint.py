@@ -1,7 +1,6 @@
 """The other files of a checkpoint are checked before they are used. No code in them is run."""
 
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -77,8 +76,7 @@ def test_invalid_configs_are_rejected(checkpoint, changes, complaint):
         (
             "qwen3",
             {"architectures": ["Qwen7ForCausalLM"]},
-            "architectures.0.='Qwen7ForCausalLM' is not supported .similar: Qwen[23]ForCausalLM,"
-            " Qwen[23]ForCausalLM, .*: nanovllm/models/README.md lists the supported classes",
+            "architectures.0.='Qwen7ForCausalLM' is not supported: nanovllm/models/README.md lists",
         ),
         ("qwen3", {"architectures": None}, "architectures.0.=None is not supported"),
         ("qwen3", {"architectures": [7]}, "architectures.0.=7 is not supported"),
@@ -158,9 +156,6 @@ def test_damaged_files_are_named(checkpoint, name):
     path.unlink()
     path.mkdir()
     reject(str(path), checkpoint)
-    path.rmdir()
-    os.mkfifo(path)
-    reject(f"{name} is not a regular file", checkpoint)
 
 
 def test_a_damaged_tokenizer_is_named(checkpoint):
@@ -174,14 +169,6 @@ def test_a_damaged_tokenizer_is_named(checkpoint):
 def test_a_tokenizer_without_a_vocabulary_is_none(checkpoint):
     write_json(checkpoint / "tokenizer_config.json", {"tokenizer_class": "Qwen2Tokenizer"})
     assert load(checkpoint).tokenizer is None
-
-
-@pytest.mark.parametrize("name", ["tekken.json", "spiece.model"])
-def test_a_tokenizer_in_another_format_is_named(checkpoint, name):
-    (checkpoint / name).write_text("{}")
-    reject(f"{checkpoint / name} is a tokenizer in a format .* add a tokenizer.json", checkpoint)
-    shutil.copy(Path(DEMO_MODEL) / "tokenizer.json", checkpoint)
-    assert load(checkpoint).tokenizer is not None
 
 
 def test_packages_that_a_tokenizer_needs_are_named(checkpoint):

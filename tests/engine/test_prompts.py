@@ -143,8 +143,6 @@ def test_a_refusal_of_the_assistant_is_its_text(demo):
             "messages[0].role must be 'assistant' for",
         ),
         ([{"role": "assistant", "function_call": {}}], "messages[0].function_call is not"),
-        ([{"role": "user", "content": TEXT, "name": {"a": 1}}], "messages[0].name must be a str"),
-        ([{"role": "tool", "content": TEXT, "tool_call_id": 3}], "messages[0].tool_call_id"),
     ],
 )
 def test_an_invalid_conversation_is_rejected(demo, messages, complaint):
@@ -213,7 +211,7 @@ def test_arguments_that_are_no_json_object_reach_the_template(demo, monkeypatch,
     messages[0]["tool_calls"] += call_tool()[0]["tool_calls"]
     before = deepcopy(messages)
     for template, expected in [
-        (QWEN3, f'{arguments}{{"a": 12, "b": [30]}}'),
+        (QWEN3, f'{json.dumps({"arguments": arguments})}{{"a": 12, "b": [30]}}'),
         (QWEN3_5, f"arguments={arguments};a=12;b=[30];"),
         (TOOL_TEMPLATE, json.dumps(arguments)),
     ]:

@@ -186,7 +186,7 @@ def test_json_object(llm):
 
 
 def test_regex_choice_and_grammar(llm):
-    choice = ["red", 'a "b"', "line\nbreak", "é日😀", "\x7f"]
+    choice = ["red", 'a "b"', "line\nbreak", "é日😀"]
     for seed in range(8):
         output = run(llm, {"regex": REGEX}, seed=seed)
         assert re.fullmatch(REGEX, output["text"]) and output["finish_reason"] == "stop"
@@ -405,16 +405,12 @@ HOSTILE = {
 }
 
 
-def test_what_a_compilation_exceeds_is_named(llm, monkeypatch):
+def test_what_a_compilation_exceeds_is_named(llm):
     rules = "\n".join(f"r{i}: r{i + 1} r{i + 1}" for i in range(1000))
     with pytest.raises(ValueError, match=r"structured_outputs: too complex .*\(exit code -11"):
         run(llm, {"grammar": f'start: r0\n{rules}\nr1000: "a"'})
-    monkeypatch.setattr(grammars, "CHECK_SECONDS", 600)  # other tests may use all cores
     with pytest.raises(ValueError, match="more than 2 seconds of CPU time.*: simplify it"):
         run(llm, HOSTILE["endless compilation"])
-    monkeypatch.setattr(grammars, "CHECK_SECONDS", 0)
-    with pytest.raises(ValueError, match="not compiled within 0 seconds.*: try again"):
-        run(llm, {"regex": "waits"})
 
 
 def test_a_grammar_is_checked_once_but_not_kept(llm, monkeypatch):

@@ -343,12 +343,7 @@ def test_old_names_of_longrope(tmp_path, field, name):
 
 PARTIAL = dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=1.5)
 SU = dict(type="su", short_factor=[1.0] * 3, long_factor=[2.0] * 3)
-LONGROPE_ERRORS = [
-    ({"short_factor": [1.0] * 5}, "short_factor must have 3 numbers, .*, not 5"),
-    ({"long_factor": [1.0]}, "long_factor must have 3 numbers, .*, not 1"),
-    ({"long_factor": ["1", 1, 1]}, "long_factor must be a number, not '1'"),
-    ({"original_max_position_embeddings": "64"}, "original_max_position_embeddings must be an int"),
-]
+TEXT_LENGTH = {**LONGROPE, "original_max_position_embeddings": "64"}
 
 
 @pytest.mark.parametrize(
@@ -363,10 +358,7 @@ LONGROPE_ERRORS = [
         ("phi4", {"rope_parameters": YARN}, "short_factor"),
         ("phi4-mini", {"rope_parameters": None, "rope_scaling": SU}, "Missing required keys"),
         ("phi4-mini", {"original_max_position_embeddings": 0}, ""),
-        *[
-            ("llama-longrope", {"rope_parameters": {**LONGROPE, **factors}}, complaint)
-            for factors, complaint in LONGROPE_ERRORS
-        ],
+        ("llama-longrope", {"rope_parameters": TEXT_LENGTH}, "position_embeddings must be an int"),
         ("llama-yarn", {"rope_parameters": {**YARN, "factor": "4"}}, "factor must be a number"),
         ("smollm3", {"no_rope_layers": [1, 0, 1]}, "no_rope_layers=.1, 0, 1. must have a value"),
         (

@@ -148,10 +148,10 @@ def test_the_number_of_experts_has_a_second_name(tmp_path):
 
 def test_a_known_family_is_added_by_a_row(tmp_path, monkeypatch):
     """The steps of models/README.md, for Seed-OSS: a row, a checkpoint, its tokens, its fields."""
-    names = {**ARCHITECTURES["LlamaForCausalLM"].names, "o_bias": "attention_out_bias"}
     with pytest.raises(ValueError, match="SeedOssForCausalLM"):
         check_seed_oss(tmp_path / "without")
-    monkeypatch.setitem(ARCHITECTURES, "SeedOssForCausalLM", Family(DecoderSpec, names))
+    row = Family(DecoderSpec, names={"o_bias": "attention_out_bias"})
+    monkeypatch.setitem(ARCHITECTURES, "SeedOssForCausalLM", row)
     check_seed_oss(tmp_path / "with")
     unread = find_unread_fields(SeedOssConfig, "SeedOssForCausalLM")
     assert unread.difference(WITHOUT_EFFECT) == {"residual_dropout"}, "only training uses it"

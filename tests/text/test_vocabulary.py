@@ -8,7 +8,7 @@ from nanovllm.text.vocabulary import Vocabulary
 TEXT = "the cat é你 <s><tool>"
 
 
-@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("name", [name for name in TOKENIZERS if name != "byt5"])
 def test_the_bytes_of_tokens_join_to_the_text(name):
     tokenizer = TOKENIZERS[name]
     vocabulary = Vocabulary(tokenizer)

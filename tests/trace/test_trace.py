@@ -378,24 +378,6 @@ def test_text_shows_what_each_lane_computes(recorded, capsys, monkeypatch):
     assert any(line.startswith("A22: prefill of 22 tokens of A") for line in lines)
 
 
-def test_the_legend_explains_only_the_marks_that_are_shown(recorded):
-    steps = trace.read(recorded)
-    plain = "A22: prefill of 22 tokens of A; a: decode"
-    everything = (
-        "A22: prefill of 22 tokens of A; A+4: prefill of 4 tokens after a hit; a: decode;"
-        " !A: preemption"
-    )
-    for number, legend in ((7, plain), (len(steps), everything)):
-        assert legend in trace.render(steps[:number], 120).splitlines()
-    work = steps[2].lanes[0]
-    work |= {"draft_token_ids": [1, 2], "num_accepted_tokens": 1}
-    steps[0].lanes[0]["snapshot"] = "hash"
-    lines = " ".join(trace.render(steps[:3]).split())
-    assert "A16*: prefill" in lines
-    assert "a+2: decode with" in lines
-    assert "a: decode" not in lines
-
-
 def test_steps_that_do_not_fit_are_counted(recorded):
     lines = trace.render(trace.read(recorded), 50).splitlines()
     assert lines[:3] == [

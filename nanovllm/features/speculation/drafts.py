@@ -134,15 +134,10 @@ class Drafts(Feature):
 
     def choose(self, step: Step, max_num_tokens: int) -> dict[Sequence, list[int]]:
         """Choose drafts for a step, which has at most `max_num_tokens` with them."""
-        num_tokens = sum(step.num_tokens)
-        budget = min(max_num_tokens, MAX_DRAFT_STEP) - num_tokens
-        drafts: dict[Sequence, list[int]] = {}
-        if budget <= 0:
-            return drafts
-        candidates = self._collect_candidates(step)[:budget]
-        if not candidates:
-            return drafts
+        budget = min(max_num_tokens, MAX_DRAFT_STEP) - sum(step.num_tokens)
+        candidates = self._collect_candidates(step)[: max(0, budget)]
         num_chosen = self.costs.choose_count(step, candidates)
+        drafts: dict[Sequence, list[int]] = {}
         for candidate in candidates[:num_chosen]:
             drafts.setdefault(candidate.seq, []).append(candidate.token_id)
         return drafts

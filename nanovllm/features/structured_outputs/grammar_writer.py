@@ -49,8 +49,7 @@ def write_rules(outputs: StructuredOutputsParams) -> str:
     if outputs.choice is not None:
         texts = [json.dumps(text, ensure_ascii=False) for text in outputs.choice]
         # A terminal, because the parser's limits would allow only some thousand rules.
-        rules = f"start: TEXT\nTEXT: {' | '.join(texts)}"
-        return rules.replace("\x7f", r"\x7f")  # llguidance rejects DEL, which JSON does not escape
+        return f"start: TEXT\nTEXT: {' | '.join(texts)}"
     schema = {"type": "object"} if outputs.json is None else outputs.json
     return f"start: %json {write_schema(schema, JSON_DEFAULTS)}"
 
