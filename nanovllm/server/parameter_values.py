@@ -46,6 +46,8 @@ def read_value(text: str, schema: object, root: object) -> Any:
             break
         if _is_of_type(value, kind):
             return value
+        if kind == "integer" and isinstance(value, float) and value.is_integer():
+            return int(value)  # 3.0 is an integer of JSON Schema
     return text
 
 

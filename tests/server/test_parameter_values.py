@@ -62,6 +62,7 @@ NULLABLE = {"anyOf": [STRING, {"type": "null"}]}
         ({"type": "integer"}, "true", "true"),
         ({"type": "integer"}, "+5", 5),
         ({"type": "integer"}, "5.5", "5.5"),
+        ({"type": "integer"}, "5.0", 5),
         ({"type": "integer"}, "9007199254740993", 9007199254740993),
         ({"type": "integer"}, "1" * 5000, "1" * 5000),
         ({"type": "number"}, "+.5", 0.5),
