@@ -43,7 +43,10 @@ class MoESpec(DecoderSpec):
 
     @property
     def divided_fields(self) -> tuple[str, ...]:
-        return *super().divided_fields, "expert_size", "shared_size"
+        sizes = ("expert_size", "shared_size")
+        if self.dense_layers:
+            return *super().divided_fields, *sizes
+        return "num_heads", *sizes
 
     def make_mlp(self, layer: int, tp: TensorParallel) -> nn.Module:
         if layer in self.dense_layers:

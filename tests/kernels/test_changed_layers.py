@@ -114,7 +114,7 @@ EXCLUDED = {
     "it belongs to the tokenizer": ["vocab_size", "first_id"],
     "it does not affect the forward pass": [
         *["training", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse"],
-        "elementwise_affine",
+        *["elementwise_affine", "is_stacked"],
     ],
     "most of these models have one RoPE": ["rope_index"],
     "one rank reduces nothing there": [
