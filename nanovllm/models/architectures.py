@@ -46,7 +46,8 @@ from nanovllm.utils.checks import (
 
 MAX_LAYERS = 1000  # far above real models
 
-# Fields of specs, with their names in config.json. A field is read if a spec and a config have it.
+# Fields of specs, with their names in config.json. A field is read if a spec has it and the
+# class of a config declares it.
 NAMES = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
@@ -215,7 +216,8 @@ def _read_fields(
     types = {field.name: field.type for field in fields(spec)}
     found: dict[str, Any] = {}
     for field, name in names.items():
-        if field not in types or not hasattr(config, name):
+        # transformers ignores what the class of a config does not declare.
+        if field not in types or name not in type(config).__dataclass_fields__:
             continue
         value = getattr(config, name)
         if types[field] is int:

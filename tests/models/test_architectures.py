@@ -115,3 +115,7 @@ def test_windows_that_are_rejected(family, changes, complaint):
     model was trained with it."""
     with pytest.raises(ValueError, match=complaint):
         read(family, **changes)
+
+
+def test_what_the_class_of_a_config_does_not_declare_is_ignored():
+    assert not read(MistralConfig, attention_bias=True).qkv_bias
