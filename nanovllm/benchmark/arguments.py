@@ -9,7 +9,7 @@ from typing import Any
 from nanovllm.benchmark.engines import ENGINES
 from nanovllm.benchmark.setting import TOKEN_BUDGETS
 from nanovllm.benchmark.shapes import SHAPES
-from nanovllm.benchmark.workloads import DEPTH, WORKLOADS
+from nanovllm.benchmark.workloads import WORKLOADS
 from nanovllm.config import DTYPES, QUANTIZATIONS
 from nanovllm.utils.helpers import parse_value
 
@@ -114,12 +114,6 @@ def make_parser() -> argparse.ArgumentParser:
         nargs="+",
         metavar="N",
         help=f"with --request-rate: max_num_batched_tokens of mixed steps (default: {budgets})",
-    )
-    add(
-        "-o",
-        "--output",
-        metavar="FILE",
-        help=f"plot latencies (with --request-rate) or decode (with --workload {DEPTH})",
     )
     add("--json", action="store_true", help="print one line of JSON, everything else on stderr")
     return parser

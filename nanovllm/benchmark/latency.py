@@ -26,7 +26,7 @@ _SHOWN = METRICS[:3]  # in the table; JSON has all
 READING = """\
 Look at the p99 of ttft, the wait for the first token, and of itl, the pauses between tokens.
 Compare policies at the same rate."""
-Row = dict[str, Any]  # a line of the table, for JSON and for the plot
+Row = dict[str, Any]  # a line of the table, for JSON
 
 
 def draw_arrivals(num_requests: int, rate: float, seed: int) -> list[float]:
@@ -99,8 +99,6 @@ def compare_policies(
             print_row(rate, policy, summary)
             rows.append({"request_rate": rate, "policy": policy, **summary})
     print(f"\n{READING}")
-    if args.output:
-        plot(rows, args.output)
     return {"request_rates": rows}
 
 
@@ -115,29 +113,3 @@ def print_row(rate: float, policy: str, summary: dict[str, float]) -> None:
         values = [f"{summary[f'p{percent}_{metric}_ms']:.0f}" for percent in PERCENTILES]
         cells += f"{' / '.join(values):>28}"
     print(f"{rate:10g}  {policy:24}{summary['output_throughput']:12.1f}{cells}", flush=True)
-
-
-def plot(rows: list[Row], path: str) -> None:
-    """Draw p50 and p99 of ttft and itl over the request rate, a color for each policy.
-
-    Raises ValueError for an unknown suffix.
-    """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 3.8), layout="constrained")
-    policies = list(dict.fromkeys(row["policy"] for row in rows))
-    for axes, metric in zip(figure.subplots(1, 2), ("ttft", "itl")):
-        for color, policy in enumerate(policies):
-            points = [row for row in rows if row["policy"] == policy]
-            rates = [row["request_rate"] for row in points]
-            for percent, style in ((50, "--"), (99, "-")):
-                values = [row[f"p{percent}_{metric}_ms"] for row in points]
-                label = policy if percent == 99 else None
-                axes.plot(rates, values, f"C{color}{style}", marker="o", ms=3, label=label)
-        axes.set(
-            xlabel="requests/s", ylabel="milliseconds", yscale="log", title=f"{metric}, p50 and p99"
-        )
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=9)
-    figure.suptitle("dashed: p50; solid: p99", size=9)
-    figure.savefig(path, dpi=200)

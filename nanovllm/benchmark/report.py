@@ -5,7 +5,7 @@ import os
 import platform
 import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -189,21 +189,3 @@ class Table:
             },
             "stats_of_last_run": self.stats,
         }
-
-
-def plot_decode(tests: Mapping[str, Figures], depths: Sequence[int], path: str) -> None:
-    """Draw output tokens/s over the tokens of context, a line for each engine.
-
-    Raises ValueError for an unknown suffix.
-    """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5, 3.8), layout="constrained")
-    axes = figure.subplots()
-    rates = [test["output_tokens_per_second"] for test in tests.values()]
-    for name in rates[0]:
-        axes.plot(depths, [rate[name] for rate in rates], marker="o", label=name)
-    axes.set(xlabel="tokens of context", ylabel="output tokens/s, one request", ylim=0)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=200)

@@ -12,7 +12,7 @@ import torch
 from transformers import PretrainedConfig
 
 from nanovllm.benchmark.shapes import SHAPES
-from nanovllm.benchmark.workloads import DEPTH, Workload
+from nanovllm.benchmark.workloads import Workload
 from nanovllm.checkpoints.checkpoint import choose_dtype, find_checkpoint, read_config
 from nanovllm.config import Config
 from nanovllm.engine.scheduler import POLICIES
@@ -22,7 +22,6 @@ from nanovllm.sampling_params import SamplingParams
 
 # Budgets of policies that split prompts: one that keeps steps short, and the default of LLM.
 TOKEN_BUDGETS = (128, Config.max_num_batched_tokens)
-SUFFIXES = (".png", ".svg", ".pdf")  # of --output
 
 
 @dataclass(frozen=True)
@@ -136,14 +135,6 @@ def check_arguments(args: argparse.Namespace, workload: Workload) -> None:
             raise ValueError("--engine nano-vllm needs a GPU")
     if args.token_budget and not args.request_rate:
         raise ValueError("--token-budget needs --request-rate")
-    if args.output and not args.request_rate and args.workload != DEPTH:
-        raise ValueError(f"--output needs --request-rate or --workload {DEPTH}")
-    if args.output and find_spec("matplotlib") is None:
-        raise ValueError("--output needs matplotlib: pip install 'nanovllm[plot]'")
-    if args.output and Path(args.output).suffix not in SUFFIXES:
-        raise ValueError(f"--output {args.output}: its suffix must be one of {', '.join(SUFFIXES)}")
-    if args.output and not Path(args.output).parent.is_dir():
-        raise ValueError(f"--output {args.output}: its folder does not exist, make it")
     cause = f"--workload {args.workload}"
     chosen = {name for options in workload.variants.values() for name in options}
     if args.request_rate:

@@ -114,7 +114,6 @@ def test_engines_are_compared_on_the_same_work(capsys):
         (["--request-rate", "1", "--set", "enable_chunked_prefill=False"], "leave it out"),
         (["--request-rate", "1", "--set", "max_num_batched_tokens=8"], "longest prompt"),
         (["--token-budget", "64"], "needs --request-rate"),
-        (["-o", "latency.svg"], "needs --request-rate"),
     ],
 )
 def test_invalid_options_are_named(arguments, complaint, capsys):
