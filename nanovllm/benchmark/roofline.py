@@ -23,9 +23,9 @@ from nanovllm.models.spec import ModelSpec
 
 NOTE = """\
 % of roofline is the share of the best possible speed: the minimum time at the machine's peak rates,
-divided by the measured time. Above 100% (null in JSON) the peak rates are too low for this model,
-because it stays in the processor's cache, or because torch, which measured them, multiplies
-matrices more slowly. Then this column says nothing: compare tok/s.
+divided by the measured time. Above 100% the peak rates are too low for this model, because it stays
+in the processor's cache, or because torch, which measured them, multiplies matrices more slowly.
+Then this column says nothing: compare tok/s.
 GB/s counts the weights and K/V that have to be read. If a decode reads as much as the memory can
 deliver (peak_rates), only smaller weights make it faster."""
 
@@ -112,11 +112,6 @@ def time_best(
     """
     timer = Timer(statement, globals=tensors, num_threads=num_threads or torch.get_num_threads())
     return min(timer.blocked_autorange(min_run_time=min_seconds).times)
-
-
-def find_roofline_fraction(roofline_seconds: float, seconds: float) -> float | None:
-    """Return the fraction of the roofline that was reached, or None if it exceeds 1."""
-    return roofline_seconds / seconds if roofline_seconds <= seconds else None
 
 
 class ModelSizes(NamedTuple):

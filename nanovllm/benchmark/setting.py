@@ -3,7 +3,6 @@
 import argparse
 from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -65,7 +64,6 @@ def make_setting(
 ) -> Setting:
     """Find the checkpoint, or write the config of a built-in shape to a folder of `scratch`."""
     cases = args.cases
-    longest_prompt = max(case.shared_prefix + case.input_len[1] for case in cases)
     longest = max(case.shared_prefix + case.input_len[1] + case.output_len[1] for case in cases)
     num_seqs = max(case.num_seqs for case in cases)
     if args.workload:
@@ -80,7 +78,12 @@ def make_setting(
         **chosen,
         **{name: value for name, value in args.set if value != "auto"},
     }
-    check_lengths(Config.from_options(model, **options), longest_prompt, longest)
+    max_model_len = Config.from_options(model, **options).max_model_len
+    if (max_model_len or 0) < longest:
+        raise ValueError(
+            f"--set max_model_len={max_model_len}: the longest request has {longest} tokens,"
+            " raise it"
+        )
     directory = Path(scratch, model)
     if model in SHAPES:
         SHAPES[model].save_pretrained(directory)
@@ -123,16 +126,12 @@ def check_arguments(args: argparse.Namespace, workload: Workload) -> None:
                 raise ValueError(f"--{name.replace('_', '-')} {low} {high}: LO exceeds HI")
     if args.batch_size and "transformers" not in args.engine:
         raise ValueError("--batch-size needs --engine transformers")
-    if "vllm" in args.engine and find_spec("vllm") is None:
-        raise ValueError("--engine vllm: the package vllm is missing, install it")
-    if "nano-vllm" in args.engine:
-        if not Path(args.nano_vllm, "nanovllm", "llm.py").is_file():
-            raise ValueError(
-                f"--nano-vllm {args.nano_vllm}: no checkout of nano-vLLM is there, get one with"
-                " git clone https://github.com/GeeeekExplorer/nano-vllm"
-            )
-        if not torch.cuda.is_available():
-            raise ValueError("--engine nano-vllm needs a GPU")
+    checkout = Path(args.nano_vllm, "nanovllm", "llm.py")
+    if "nano-vllm" in args.engine and not checkout.is_file():
+        raise ValueError(
+            f"--nano-vllm {args.nano_vllm}: no checkout of nano-vLLM is there, get one with"
+            " git clone https://github.com/GeeeekExplorer/nano-vllm"
+        )
     if args.token_budget and not args.request_rate:
         raise ValueError("--token-budget needs --request-rate")
     cause = f"--workload {args.workload}"
@@ -145,18 +144,3 @@ def check_arguments(args: argparse.Namespace, workload: Workload) -> None:
         raise ValueError(f"{cause} measures only nanovllm: leave out --engine {engines}")
     for name in chosen & dict(args.set).keys():
         raise ValueError(f"{cause} sets {name}: leave it out of --set")
-
-
-def check_lengths(config: Config, longest_prompt: int, longest: int) -> None:
-    """Raise ValueError if the longest request does not fit."""
-    if (config.max_model_len or 0) < longest:
-        raise ValueError(
-            f"--set max_model_len={config.max_model_len}: the longest request has {longest}"
-            " tokens, raise it"
-        )
-    policy = POLICIES[config.policy]
-    if not policy.splits_prompts and config.max_num_batched_tokens < longest_prompt:
-        raise ValueError(
-            f"the longest prompt has {longest_prompt} tokens, and {policy.title} does not split it:"
-            f" add --set max_num_batched_tokens={longest_prompt}"
-        )
