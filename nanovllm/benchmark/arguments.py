@@ -9,7 +9,6 @@ from nanovllm.benchmark.engines import ENGINES
 from nanovllm.benchmark.setting import TOKEN_BUDGETS
 from nanovllm.benchmark.shapes import SHAPES
 from nanovllm.benchmark.workloads import WORKLOADS
-from nanovllm.config import DTYPES, QUANTIZATIONS
 from nanovllm.utils.helpers import parse_value
 
 
@@ -67,14 +66,6 @@ def make_parser() -> argparse.ArgumentParser:
     add("--temperature", type=float, help="0 is greedy (default: 0.6)")
     add("--seed", type=int, help="seed of lengths, ids and samples (default: 0)")
     add(
-        "--dtype", default="auto", choices=("auto", *DTYPES), help="default: auto, the checkpoint's"
-    )
-    add(
-        "--quantization",
-        choices=QUANTIZATIONS,
-        help="quantize nanovllm's weights while loading (default: keep what is stored)",
-    )
-    add(
         "--engine",
         nargs="+",
         default=["nanovllm"],
@@ -83,18 +74,12 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add("--nano-vllm", default="", metavar="PATH", help="checkout, for --engine nano-vllm")
     add(
-        "--batch-size",
-        type=integer(1),
-        metavar="N",
-        help="batch size of transformers: lower it if memory runs out (default: all requests)",
-    )
-    add(
         "--set",
         type=option,
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="option of nanovllm's LLM, can be repeated",
+        help="option of nanovllm's LLM, such as dtype or quantization, can be repeated",
     )
     add(
         "--request-rate",

@@ -71,16 +71,14 @@ class NanoVLLM(Engine):
 
 
 class Transformers(Engine):
-    """Runs static batches of requests with similar output lengths.
+    """Runs all requests as one static batch, which ends with its longest output."""
 
-    A batch ends with its longest output.
-    """
+    description = "sdpa attention, one static batch"
 
     def __init__(self, setting: Setting) -> None:
         torch.manual_seed(setting.options["seed"] % 2**64)
         self.stats = {}
         self.device = setting.device
-        self.batch_size = setting.batch_size
         options = {"dtype": setting.spec.dtype, "attn_implementation": "sdpa"}
         if setting.options["load_format"] == "dummy":
             with self.device:
@@ -97,32 +95,20 @@ class Transformers(Engine):
         if setting.temperature > 0:
             sampling = {"do_sample": True, "temperature": setting.temperature, "top_k": 0}
         self.model.generation_config = GenerationConfig(pad_token_id=0, **sampling)
-        self.description = f"sdpa attention, static batches of {self.batch_size}"
 
     @torch.inference_mode()
     def run(self, requests: list[Request]) -> list[list[int]]:
-        outputs: list[list[int]] = [[] for _ in requests]
-        order = sorted(
-            range(len(requests)), key=lambda i: (requests[i].num_tokens, len(requests[i].prompt))
-        )
-        for start in range(0, len(order), self.batch_size):
-            batch = order[start : start + self.batch_size]
-            generated = self._run_batch([requests[i] for i in batch])
-            for i, token_ids in zip(batch, generated):
-                outputs[i] = token_ids[: requests[i].num_tokens]
-        return outputs
-
-    def _run_batch(self, requests: list[Request]) -> list[list[int]]:
         prompts = [torch.tensor(request.prompt, device=self.device) for request in requests]
         padded = pad_sequence(
             prompts, batch_first=True, padding_value=-1, padding_side="left"
-        )  # [batch_size, width]
+        )  # [num_requests, width]
         mask = (padded >= 0).long()
         longest = max(request.num_tokens for request in requests)
         # Padding is masked, and needs an id of the vocabulary nevertheless.
         input_ids = padded.clamp(min=0)
         output = self.model.generate(input_ids, attention_mask=mask, max_new_tokens=longest)
-        return output[:, padded.shape[1] :].tolist()
+        generated = output[:, padded.shape[1] :].tolist()
+        return [token_ids[: each.num_tokens] for token_ids, each in zip(generated, requests)]
 
 
 class VLLM(Engine):

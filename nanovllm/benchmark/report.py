@@ -19,10 +19,9 @@ from nanovllm.benchmark import roofline
 from nanovllm.benchmark.engines import Engine
 from nanovllm.benchmark.roofline import PeakRates
 from nanovllm.benchmark.setting import Setting
-from nanovllm.benchmark.workloads import Request
+from nanovllm.benchmark.workloads import Case, Request
 
 Figures = dict[str, Any]  # a part of the line of JSON
-WORKLOAD = ("num_seqs", "input_len", "output_len", "shared_prefix", "temperature", "seed")
 COLUMNS = (
     "prompt tokens",
     "output tokens",
@@ -64,7 +63,7 @@ def describe(
     """Print and return what the figures depend on."""
     setting, *_ = settings.values()
     case, *others = args.cases
-    options = {name: getattr(case, name) for name in WORKLOAD}
+    options = {name: getattr(case, name) for name in Case._fields[1:]}
     described: Figures = {
         "hardware": describe_hardware(setting.device),
         "peak_rates": str(peak),

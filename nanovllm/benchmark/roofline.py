@@ -59,10 +59,10 @@ def measure_bandwidth(device: torch.device) -> float:
     source = torch.rand(1 << 26, device=device)  # 256 MiB, more than a cache holds
     if device.type == "cuda":
         num_bytes = 2 * source.nbytes
-        seconds = time_best("target.copy_(source)", 0.3, source=source, target=source.clone())
+        seconds = time_best("target.copy_(source)", source=source, target=source.clone())
     else:
         num_bytes = source.nbytes
-        seconds = time_best("source.max()", 0.3, source=source)
+        seconds = time_best("source.max()", source=source)
     return num_bytes / seconds
 
 
@@ -70,48 +70,26 @@ def find_matmul_rate(device: torch.device, dtype: torch.dtype) -> tuple[float, t
     """Return the highest FLOP/s of GEMMs for a model in `dtype`, and the dtype that has it.
 
     A CPU may multiply float32 numbers faster than 16-bit ones. Without instructions for bfloat16 or
-    float16, torch is much slower in these, and a large GEMM takes seconds. Small GEMMs therefore
-    decide which dtypes are worth a large one. They run on one thread, because on a busy machine
-    threads wait for each other longer than a small GEMM takes.
+    float16, torch is much slower in these, and a large GEMM takes seconds. Smaller GEMMs therefore
+    decide which dtype is measured.
     """
     if device.type == "cuda":
-        return measure_matmul(device, dtype, side=8192, min_seconds=0.3), dtype
-    small_rates = {
-        each: measure_matmul(device, each, side=128, min_seconds=0.05, num_threads=1)
-        for each in (dtype, torch.float32)
-    }
-    worth = max(small_rates.values()) / 4
-    rates = {
-        each: measure_matmul(device, each, side=1024, min_seconds=0.3)
-        for each, small_rate in small_rates.items()
-        if small_rate >= worth
-    }
+        return measure_matmul(device, dtype, side=8192), dtype
+    rates = {each: measure_matmul(device, each, side=512) for each in (dtype, torch.float32)}
     best = max(rates, key=lambda each: rates[each])
-    return rates[best], best
+    return measure_matmul(device, best, side=1024), best
 
 
-def measure_matmul(
-    device: torch.device,
-    dtype: torch.dtype,
-    side: int,
-    min_seconds: float,
-    num_threads: int | None = None,
-) -> float:
+def measure_matmul(device: torch.device, dtype: torch.dtype, side: int) -> float:
     """Measure the best FLOP/s of GEMMs with matrices of `side` rows and columns."""
     left, right = torch.randn(2, side, side, device=device).to(dtype)
-    seconds = time_best("left @ right", min_seconds, num_threads, left=left, right=right)
-    return 2 * side**3 / seconds
+    return 2 * side**3 / time_best("left @ right", left=left, right=right)
 
 
-def time_best(
-    statement: str, min_seconds: float, num_threads: int | None = None, **tensors: Tensor
-) -> float:
-    """Time `statement` repeatedly for at least `min_seconds`. Return the shortest time in seconds.
-
-    The statement runs on `num_threads` threads, by default on all that torch uses.
-    """
-    timer = Timer(statement, globals=tensors, num_threads=num_threads or torch.get_num_threads())
-    return min(timer.blocked_autorange(min_run_time=min_seconds).times)
+def time_best(statement: str, **tensors: Tensor) -> float:
+    """Time `statement` repeatedly for at least 0.3 s. Return the shortest time in seconds."""
+    timer = Timer(statement, globals=tensors, num_threads=torch.get_num_threads())
+    return min(timer.blocked_autorange(min_run_time=0.3).times)
 
 
 class ModelSizes(NamedTuple):

@@ -32,7 +32,6 @@ class Setting:
     spec: ModelSpec
     options: dict[str, Any]  # options of nanovllm's LLM
     temperature: float
-    batch_size: int  # for transformers
     nano_vllm: str  # the checkout
 
     @property
@@ -69,8 +68,6 @@ def make_setting(
     if args.workload:
         chosen = {"max_num_seqs": num_seqs, **chosen}  # bounds the KV cache
     options = {
-        "dtype": args.dtype,
-        "quantization": args.quantization,
         "device": "cuda" if torch.cuda.is_available() else "cpu",
         "seed": cases[0].seed,
         "load_format": "dummy" if model in SHAPES else "auto",
@@ -78,7 +75,8 @@ def make_setting(
         **chosen,
         **{name: value for name, value in args.set if value != "auto"},
     }
-    max_model_len = Config.from_options(model, **options).max_model_len
+    config = Config.from_options(model, **options)
+    max_model_len = config.max_model_len
     if (max_model_len or 0) < longest:
         raise ValueError(
             f"--set max_model_len={max_model_len}: the longest request has {longest} tokens,"
@@ -95,10 +93,9 @@ def make_setting(
     return Setting(
         model=str(directory),
         hf_config=hf_config,
-        spec=read_spec(hf_config, dtype, 1, options["quantization"], options["max_model_len"]),
+        spec=read_spec(hf_config, dtype, 1, config.quantization, max_model_len),
         options=options,
         temperature=cases[0].temperature,
-        batch_size=args.batch_size or num_seqs,
         nano_vllm=args.nano_vllm,
     )
 
@@ -124,8 +121,6 @@ def check_arguments(args: argparse.Namespace, workload: Workload) -> None:
             low, high = getattr(case, name)
             if low > high:
                 raise ValueError(f"--{name.replace('_', '-')} {low} {high}: LO exceeds HI")
-    if args.batch_size and "transformers" not in args.engine:
-        raise ValueError("--batch-size needs --engine transformers")
     checkout = Path(args.nano_vllm, "nanovllm", "llm.py")
     if "nano-vllm" in args.engine and not checkout.is_file():
         raise ValueError(
