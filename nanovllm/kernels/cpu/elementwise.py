@@ -109,12 +109,13 @@ class FastAttention(OptimizedLayer, Attention):
         assert fused is None or len(fused.weight) == head_dim
         assert heads[:1].is_contiguous()  # the tokens need not be adjacent
         output = heads.new_empty(heads.shape)
+        described = describe_norm(fused)
         load(heads.dtype).rotary(
             heads.data_ptr(),
             *cos_sin,
-            fused.weight if fused is not None else None,
-            fused.eps if fused is not None else 0.0,
-            fused.KIND if fused is not None else 0,
+            described.weight,
+            described.eps,
+            described.kind,
             output,
             num_tokens,
             heads.stride(0),
