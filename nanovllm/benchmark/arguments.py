@@ -11,13 +11,15 @@ from nanovllm.benchmark.shapes import SHAPES
 from nanovllm.benchmark.workloads import WORKLOADS
 from nanovllm.utils.helpers import parse_value
 
+_MOST = 10**6
 
-def number(kind: type, low: float, high: float = 10**6) -> Callable[[str], Any]:
+
+def number(kind: type, low: float) -> Callable[[str], Any]:
     """Make a parser of numbers of type `kind`. argparse shows its name in messages."""
 
     def number(text: str) -> Any:
-        if not low <= kind(text) <= high:
-            raise argparse.ArgumentTypeError(f"{text} is out of range: use {low} to {high}")
+        if not low <= kind(text) <= _MOST:
+            raise argparse.ArgumentTypeError(f"{text} is out of range: use {low} to {_MOST}")
         return kind(text)
 
     return number

@@ -14,7 +14,7 @@ from torch.utils.benchmark import Timer
 
 from nanovllm.benchmark.workloads import Request
 from nanovllm.layers import attention
-from nanovllm.layers.attention import AttentionShape, find_first_visible
+from nanovllm.layers.attention import AttentionShape
 from nanovllm.layers.embedding import Embedding
 from nanovllm.layers.linear import Linear
 from nanovllm.layers.quantized import Scheme
@@ -158,23 +158,17 @@ def count_prefill(sizes: ModelSizes, num_tokens: int) -> float:
     return flops
 
 
-def count_decode(
-    sizes: ModelSizes, context_lens: list[int], shared_prefix: int = 0
-) -> AttentionWork:
+def count_decode(sizes: ModelSizes, context_lens: list[int]) -> AttentionWork:
     """Return the work of attention in a decode step, in all layers.
 
-    K/V of a prefix that the contexts share are read once, from the first window on.
+    Each sequence reads its own context, also what it shares with others.
     """
     flops = 0
     elements = 0
     for shape, num_layers in sizes.attention.items():
-        starts = [find_first_visible(context_len - 1, shape.window) for context_len in context_lens]
-        num_pairs = sum(context_lens) - sum(starts)
+        num_pairs = sum([min(each, shape.window or each) for each in context_lens])
         flops += num_layers * _count_pair_flops(shape) * num_pairs
-        num_tokens = max(0, shared_prefix - min(starts))
-        for start, context_len in zip(starts, context_lens):
-            num_tokens += context_len - max(start, shared_prefix)
-        elements += num_layers * 2 * shape.num_kv_heads * shape.head_dim * num_tokens
+        elements += num_layers * 2 * shape.num_kv_heads * shape.head_dim * num_pairs
     return AttentionWork(flops, elements)
 
 
@@ -201,8 +195,8 @@ def compute_roofline_seconds(
                        read, of which quantized weights take fewer bytes
                        2 * bytes of recurrent states * sequences, to read and to write
 
-    A step is bound by FLOPs or by bandwidth, whichever takes longer. A shared prefix counts once.
-    What is cached of it before the requests arrive does not count. The FLOPs of a recurrent state
+    A step is bound by FLOPs or by bandwidth, whichever takes longer. A shared prefix is computed
+    once, without what is cached of it before the requests arrive. The FLOPs of a recurrent state
     are few and are not counted.
     """
     sizes = find_sizes(spec)
@@ -223,7 +217,7 @@ def compute_roofline_seconds(
     for step in range(1, max(request.num_tokens for request in requests)):
         running = [request for request in requests if request.num_tokens > step]
         context_lens = [len(request.prompt) + step for request in running]
-        work = count_decode(sizes, context_lens, shared_prefix)
+        work = count_decode(sizes, context_lens)
         flops = 2 * num_weights * len(running) + work.flops
         num_bytes = head_bytes + work.elements * spec.dtype.itemsize
         num_bytes += bytes_per_weight * count_read_matrices(sizes, len(running))

@@ -37,7 +37,7 @@ class NormKind(IntEnum):
 
 class FastRMSNorm(OptimizedLayer, RMSNorm):
     replaces: ClassVar[type[RMSNorm]] = RMSNorm
-    KIND: ClassVar[NormKind] = NormKind.ROUNDED_TWICE
+    KIND = NormKind.ROUNDED_TWICE
 
     def convert(self) -> bool:
         return self.weight.dtype == self.dtype and self.weight.is_contiguous()
@@ -140,8 +140,8 @@ class FastOlmoAttention(FastAttention, OlmoAttention):
 
 
 class FastMLP(OptimizedLayer, MLP):
-    replaces: ClassVar[type[MLP]] = MLP
-    GATE: ClassVar[Gate] = Gate.SILU
+    replaces = MLP
+    GATE = Gate.SILU
 
     gate_up: PrepackedWeight | None  # in place of gate_up_proj, applies the gate, too
 
