@@ -55,16 +55,15 @@ def make_parser() -> argparse.ArgumentParser:
         choices=list(WORKLOADS),
         help="a workload that other projects publish, which fixes lengths, temperature and seed",
     )
-    add("--num-seqs", type=integer(1), metavar="N", help="number of requests")
+    add("--num-seqs", type=integer(1), help="number of requests")
     add("--input-len", help="prompt tokens per request, without the shared prefix", **bounds)
     add("--output-len", help="output tokens per request", **bounds)
     add(
         "--shared-prefix",
         type=integer(0),
-        metavar="N",
         help="tokens that all prompts begin with",
     )
-    add("--repeat", type=integer(1), metavar="N", help="runs per engine (default: the workload's)")
+    add("--repeat", type=integer(1), help="runs per engine (default: the workload's)")
     add("--temperature", type=float, help="0 is greedy (default: 0.6)")
     add("--seed", type=int, help="seed of lengths, ids and samples (default: 0)")
     add(
