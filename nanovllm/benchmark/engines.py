@@ -39,7 +39,7 @@ class Engine(Protocol):
     """An engine that can be timed."""
 
     description: str
-    stats: dict[str, int]  # from the last run
+    stats: dict[str, int] = {}  # noqa: RUF012  from the last run
 
     def run(self, requests: list[Request]) -> list[list[int]]:
         """Return the generated token ids of each request."""
@@ -49,7 +49,6 @@ class NanoVLLM(Engine):
     def __init__(self, setting: Setting) -> None:
         self.llm = LLM(setting.model, **setting.options)
         atexit.register(self.llm.exit)
-        self.stats = {}
         self.make_params = partial(SamplingParams, temperature=setting.temperature, ignore_eos=True)
         # The parts that its speed depends on.
         worker = self.llm.executor.worker
@@ -76,8 +75,7 @@ class Transformers(Engine):
     description = "sdpa attention, one static batch"
 
     def __init__(self, setting: Setting) -> None:
-        torch.manual_seed(setting.options["seed"] % 2**64)
-        self.stats = {}
+        torch.manual_seed(setting.options["seed"])
         self.device = setting.device
         options = {"dtype": setting.spec.dtype, "attn_implementation": "sdpa"}
         if setting.options["load_format"] == "dummy":
@@ -122,7 +120,6 @@ class VLLM(Engine):
             name: setting.options[name] for name in _OPTIONS_OF_VLLM & setting.options.keys()
         }
         self.llm = vllm.LLM(model=setting.model, skip_tokenizer_init=True, **options)
-        self.stats = {}
         self.make_params = partial(
             vllm.SamplingParams,
             temperature=setting.temperature,
@@ -152,7 +149,6 @@ class NanoVLLMCheckout(Engine):
         free, total = torch.cuda.mem_get_info()
         share = setting.options["gpu_memory_utilization"] + 1 - free / total
         options = {**setting.options, "gpu_memory_utilization": share}
-        self.stats = {}
         self.temperature = setting.temperature
         self.submit = ProcessPoolExecutor(1, get_context("spawn")).submit
         self.submit(start_checkout, setting.nano_vllm, setting.model, options).result()
