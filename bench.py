@@ -19,10 +19,10 @@ from tempfile import TemporaryDirectory
 from nanovllm.benchmark import roofline
 from nanovllm.benchmark.arguments import make_parser
 from nanovllm.benchmark.engines import start_engines
-from nanovllm.benchmark.report import describe, plot_decode, report_bandwidth, report_memory
+from nanovllm.benchmark.report import describe, report_memory
 from nanovllm.benchmark.runs import time_case
 from nanovllm.benchmark.setting import make_settings
-from nanovllm.benchmark.workloads import DEPTHS, choose_workload
+from nanovllm.benchmark.workloads import choose_workload
 from nanovllm.utils.helpers import run_program
 
 
@@ -44,9 +44,7 @@ def main(argv: list[str] | None = None) -> None:
         figures |= tests[""] if "" in tests else {"tests": tests}
         if not args.request_rate:
             print(f"\n{workload.reading}\n{roofline.NOTE}")
-            if args.output:
-                plot_decode(tests, DEPTHS, args.output)
-        figures |= report_bandwidth(setting.device, peak) | report_memory()
+        figures |= report_memory()
     if args.json:
         print(json.dumps(figures))
 

@@ -4,6 +4,6 @@ arguments.py   the command line          workloads.py   a table of workloads, an
 shapes.py      built-in models           setting.py     what the command line asks for, checked
 engines.py     nanovllm, transformers, vLLM and nano-vLLM behind one interface
 runs.py        times runs
-roofline.py    the minimum time          report.py      the table of figures, JSON, a plot
+roofline.py    the minimum time          report.py      the table of figures, JSON
 latency.py     requests that arrive over time
 """

@@ -1,7 +1,6 @@
 """The command line of bench.py. setting.py checks what it asks for."""
 
 import argparse
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -9,17 +8,18 @@ from typing import Any
 from nanovllm.benchmark.engines import ENGINES
 from nanovllm.benchmark.setting import TOKEN_BUDGETS
 from nanovllm.benchmark.shapes import SHAPES
-from nanovllm.benchmark.workloads import DEPTH, WORKLOADS
-from nanovllm.config import DTYPES, QUANTIZATIONS
+from nanovllm.benchmark.workloads import WORKLOADS
 from nanovllm.utils.helpers import parse_value
 
+_MOST = 10**6
 
-def number(kind: type, low: float, high: float = 10**6) -> Callable[[str], Any]:
+
+def number(kind: type, low: float) -> Callable[[str], Any]:
     """Make a parser of numbers of type `kind`. argparse shows its name in messages."""
 
     def number(text: str) -> Any:
-        if not low <= kind(text) <= high:
-            raise argparse.ArgumentTypeError(f"{text} is out of range: use {low} to {high}")
+        if not low <= kind(text) <= _MOST:
+            raise argparse.ArgumentTypeError(f"{text} is out of range: use {low} to {_MOST}")
         return kind(text)
 
     return number
@@ -55,30 +55,17 @@ def make_parser() -> argparse.ArgumentParser:
         choices=list(WORKLOADS),
         help="a workload that other projects publish, which fixes lengths, temperature and seed",
     )
-    add("--num-seqs", type=integer(1), metavar="N", help="number of requests")
+    add("--num-seqs", type=integer(1), help="number of requests")
     add("--input-len", help="prompt tokens per request, without the shared prefix", **bounds)
     add("--output-len", help="output tokens per request", **bounds)
     add(
         "--shared-prefix",
         type=integer(0),
-        metavar="N",
         help="tokens that all prompts begin with",
     )
-    add("--repeat", type=integer(1), metavar="N", help="runs per engine (default: the workload's)")
+    add("--repeat", type=integer(1), help="runs per engine (default: the workload's)")
     add("--temperature", type=float, help="0 is greedy (default: 0.6)")
-    add(
-        "--seed",
-        type=integer(0, math.inf),
-        help="seed of lengths, ids and samples (default: 0)",
-    )
-    add(
-        "--dtype", default="auto", choices=("auto", *DTYPES), help="default: auto, the checkpoint's"
-    )
-    add(
-        "--quantization",
-        choices=QUANTIZATIONS,
-        help="quantize nanovllm's weights while loading (default: keep what is stored)",
-    )
+    add("--seed", type=int, help="seed of lengths, ids and samples (default: 0)")
     add(
         "--engine",
         nargs="+",
@@ -88,18 +75,12 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add("--nano-vllm", default="", metavar="PATH", help="checkout, for --engine nano-vllm")
     add(
-        "--batch-size",
-        type=integer(1),
-        metavar="N",
-        help="batch size of transformers: lower it if memory runs out (default: all requests)",
-    )
-    add(
         "--set",
         type=option,
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="option of nanovllm's LLM, can be repeated",
+        help="option of nanovllm's LLM, such as dtype or quantization, can be repeated",
     )
     add(
         "--request-rate",
@@ -114,12 +95,6 @@ def make_parser() -> argparse.ArgumentParser:
         nargs="+",
         metavar="N",
         help=f"with --request-rate: max_num_batched_tokens of mixed steps (default: {budgets})",
-    )
-    add(
-        "-o",
-        "--output",
-        metavar="FILE",
-        help=f"plot latencies (with --request-rate) or decode (with --workload {DEPTH})",
     )
     add("--json", action="store_true", help="print one line of JSON, everything else on stderr")
     return parser

@@ -39,7 +39,7 @@ class Engine(Protocol):
     """An engine that can be timed."""
 
     description: str
-    stats: dict[str, int]  # from the last run
+    stats: dict[str, int] = {}  # noqa: RUF012  from the last run
 
     def run(self, requests: list[Request]) -> list[list[int]]:
         """Return the generated token ids of each request."""
@@ -49,7 +49,6 @@ class NanoVLLM(Engine):
     def __init__(self, setting: Setting) -> None:
         self.llm = LLM(setting.model, **setting.options)
         atexit.register(self.llm.exit)
-        self.stats = {}
         self.make_params = partial(SamplingParams, temperature=setting.temperature, ignore_eos=True)
         # The parts that its speed depends on.
         worker = self.llm.executor.worker
@@ -71,16 +70,13 @@ class NanoVLLM(Engine):
 
 
 class Transformers(Engine):
-    """Runs static batches of requests with similar output lengths.
+    """Runs all requests as one static batch, which ends with its longest output."""
 
-    A batch ends with its longest output.
-    """
+    description = "sdpa attention, one static batch"
 
     def __init__(self, setting: Setting) -> None:
-        torch.manual_seed(setting.options["seed"] % 2**64)
-        self.stats = {}
+        torch.manual_seed(setting.options["seed"])
         self.device = setting.device
-        self.batch_size = setting.batch_size
         options = {"dtype": setting.spec.dtype, "attn_implementation": "sdpa"}
         if setting.options["load_format"] == "dummy":
             with self.device:
@@ -97,32 +93,20 @@ class Transformers(Engine):
         if setting.temperature > 0:
             sampling = {"do_sample": True, "temperature": setting.temperature, "top_k": 0}
         self.model.generation_config = GenerationConfig(pad_token_id=0, **sampling)
-        self.description = f"sdpa attention, static batches of {self.batch_size}"
 
     @torch.inference_mode()
     def run(self, requests: list[Request]) -> list[list[int]]:
-        outputs: list[list[int]] = [[] for _ in requests]
-        order = sorted(
-            range(len(requests)), key=lambda i: (requests[i].num_tokens, len(requests[i].prompt))
-        )
-        for start in range(0, len(order), self.batch_size):
-            batch = order[start : start + self.batch_size]
-            generated = self._run_batch([requests[i] for i in batch])
-            for i, token_ids in zip(batch, generated):
-                outputs[i] = token_ids[: requests[i].num_tokens]
-        return outputs
-
-    def _run_batch(self, requests: list[Request]) -> list[list[int]]:
         prompts = [torch.tensor(request.prompt, device=self.device) for request in requests]
         padded = pad_sequence(
             prompts, batch_first=True, padding_value=-1, padding_side="left"
-        )  # [batch_size, width]
+        )  # [num_requests, width]
         mask = (padded >= 0).long()
         longest = max(request.num_tokens for request in requests)
         # Padding is masked, and needs an id of the vocabulary nevertheless.
         input_ids = padded.clamp(min=0)
         output = self.model.generate(input_ids, attention_mask=mask, max_new_tokens=longest)
-        return output[:, padded.shape[1] :].tolist()
+        generated = output[:, padded.shape[1] :].tolist()
+        return [token_ids[: each.num_tokens] for token_ids, each in zip(generated, requests)]
 
 
 class VLLM(Engine):
@@ -136,7 +120,6 @@ class VLLM(Engine):
             name: setting.options[name] for name in _OPTIONS_OF_VLLM & setting.options.keys()
         }
         self.llm = vllm.LLM(model=setting.model, skip_tokenizer_init=True, **options)
-        self.stats = {}
         self.make_params = partial(
             vllm.SamplingParams,
             temperature=setting.temperature,
@@ -166,7 +149,6 @@ class NanoVLLMCheckout(Engine):
         free, total = torch.cuda.mem_get_info()
         share = setting.options["gpu_memory_utilization"] + 1 - free / total
         options = {**setting.options, "gpu_memory_utilization": share}
-        self.stats = {}
         self.temperature = setting.temperature
         self.submit = ProcessPoolExecutor(1, get_context("spawn")).submit
         self.submit(start_checkout, setting.nano_vllm, setting.model, options).result()

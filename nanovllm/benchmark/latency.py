@@ -5,9 +5,8 @@ The metrics and their names in JSON are those of `vllm bench serve`:
     ttft  time to first token: from the arrival to the end of the step that samples the first token
     tpot  time per output token: from the first token to the last, per token after the first
     itl   inter-token latency: from one step that gives a request tokens to the next such step
-    e2el  end-to-end latency: from the arrival to the last token
 
-A request has one ttft, tpot and e2el. The itl of all requests form one list, so that a single pause
+A request has one ttft and one tpot. The itl of all requests form one list, so that a single pause
 shows in its tail. Sarathi-Serve (Agrawal et al. 2024) calls itl "time between tokens".
 """
 
@@ -21,12 +20,11 @@ import numpy as np
 from nanovllm.benchmark.engines import Engine, NanoVLLM, Request
 
 PERCENTILES = (50, 90, 99)
-METRICS = ("ttft", "tpot", "itl", "e2el")
-_SHOWN = METRICS[:3]  # in the table; JSON has all
+METRICS = ("ttft", "tpot", "itl")
 READING = """\
 Look at the p99 of ttft, the wait for the first token, and of itl, the pauses between tokens.
 Compare policies at the same rate."""
-Row = dict[str, Any]  # a line of the table, for JSON and for the plot
+Row = dict[str, Any]  # a line of the table, for JSON
 
 
 def draw_arrivals(num_requests: int, rate: float, seed: int) -> list[float]:
@@ -71,7 +69,6 @@ def summarize(requests: list[Request], times: list[list[float]]) -> dict[str, fl
     seconds: dict[str, list[float]] = {metric: [] for metric in METRICS}
     for (_, num_tokens), (arrival, *steps) in zip(requests, times, strict=True):
         seconds["ttft"].append(steps[0] - arrival)
-        seconds["e2el"].append(steps[-1] - arrival)
         seconds["itl"] += np.diff(steps).tolist()
         if num_tokens > 1:
             seconds["tpot"].append((steps[-1] - steps[0]) / (num_tokens - 1))
@@ -99,45 +96,17 @@ def compare_policies(
             print_row(rate, policy, summary)
             rows.append({"request_rate": rate, "policy": policy, **summary})
     print(f"\n{READING}")
-    if args.output:
-        plot(rows, args.output)
     return {"request_rates": rows}
 
 
 def print_head() -> None:
-    titles = "".join(f"{f'{metric} p50/p90/p99, ms':>28}" for metric in _SHOWN)
+    titles = "".join(f"{f'{metric} p50/p90/p99, ms':>28}" for metric in METRICS)
     print(f"\n{'requests/s':>10}  {'policy':24}{'output tok/s':>12}{titles}")
 
 
 def print_row(rate: float, policy: str, summary: dict[str, float]) -> None:
     cells = ""
-    for metric in _SHOWN:
+    for metric in METRICS:
         values = [f"{summary[f'p{percent}_{metric}_ms']:.0f}" for percent in PERCENTILES]
         cells += f"{' / '.join(values):>28}"
     print(f"{rate:10g}  {policy:24}{summary['output_throughput']:12.1f}{cells}", flush=True)
-
-
-def plot(rows: list[Row], path: str) -> None:
-    """Draw p50 and p99 of ttft and itl over the request rate, a color for each policy.
-
-    Raises ValueError for an unknown suffix.
-    """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 3.8), layout="constrained")
-    policies = list(dict.fromkeys(row["policy"] for row in rows))
-    for axes, metric in zip(figure.subplots(1, 2), ("ttft", "itl")):
-        for color, policy in enumerate(policies):
-            points = [row for row in rows if row["policy"] == policy]
-            rates = [row["request_rate"] for row in points]
-            for percent, style in ((50, "--"), (99, "-")):
-                values = [row[f"p{percent}_{metric}_ms"] for row in points]
-                label = policy if percent == 99 else None
-                axes.plot(rates, values, f"C{color}{style}", marker="o", ms=3, label=label)
-        axes.set(
-            xlabel="requests/s", ylabel="milliseconds", yscale="log", title=f"{metric}, p50 and p99"
-        )
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=9)
-    figure.suptitle("dashed: p50; solid: p99", size=9)
-    figure.savefig(path, dpi=200)

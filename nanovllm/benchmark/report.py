@@ -5,7 +5,7 @@ import os
 import platform
 import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -19,10 +19,9 @@ from nanovllm.benchmark import roofline
 from nanovllm.benchmark.engines import Engine
 from nanovllm.benchmark.roofline import PeakRates
 from nanovllm.benchmark.setting import Setting
-from nanovllm.benchmark.workloads import Request
+from nanovllm.benchmark.workloads import Case, Request
 
 Figures = dict[str, Any]  # a part of the line of JSON
-WORKLOAD = ("num_seqs", "input_len", "output_len", "shared_prefix", "temperature", "seed")
 COLUMNS = (
     "prompt tokens",
     "output tokens",
@@ -32,7 +31,6 @@ COLUMNS = (
     "GB/s",
     "% of roofline",
 )
-SHIFT = 0.1  # a change of the bandwidth that matters
 
 
 def describe_hardware(device: torch.device) -> str:
@@ -65,7 +63,7 @@ def describe(
     """Print and return what the figures depend on."""
     setting, *_ = settings.values()
     case, *others = args.cases
-    options = {name: getattr(case, name) for name in WORKLOAD}
+    options = {name: getattr(case, name) for name in Case._fields[1:]}
     described: Figures = {
         "hardware": describe_hardware(setting.device),
         "peak_rates": str(peak),
@@ -80,25 +78,6 @@ def describe(
             value = ", ".join(f"{key} {item}" for key, item in value.items())
         print(f"{name}: {value}")
     return described
-
-
-def report_bandwidth(device: torch.device, peak: PeakRates) -> Figures:
-    """Measure the bandwidth again after the runs. Print what a change of it means.
-
-    On a GPU the engines have taken the memory that this needs.
-    """
-    if device.type == "cuda":
-        return {}
-    before = peak.bytes_per_second
-    after = roofline.measure_bandwidth(device)
-    if abs(after - before) > SHIFT * before:
-        print(
-            f"\nThe memory's bandwidth was {before / 1e9:.4g} GB/s before the runs and"
-            f" {after / 1e9:.4g} GB/s after them,\nprobably because other programs or virtual"
-            " machines use it, too. Repeat the runs when the\nmachine is quiet, or compare only"
-            " engines that ran in turn."
-        )
-    return {"peak_bytes_per_second_after_runs": after}
 
 
 def report_memory() -> Figures:
@@ -136,7 +115,6 @@ class Table:
             self.num_bytes[name] = count(roofline.ONE_BYTE_PER_SECOND)
         self.num_prompt_tokens = sum(len(prompt) - case.cached_prefix for prompt, _ in requests)
         self.num_output_tokens = sum(request.num_tokens for request in requests)
-        self.num_tokens = self.num_prompt_tokens + self.num_output_tokens
         print(f"\n{case.title:24}" + "".join(f"{column:>15}" for column in COLUMNS), flush=True)
 
     def add_run(self, name: str, seconds: float, stats: dict[str, int]) -> None:
@@ -145,27 +123,34 @@ class Table:
         self.stats[name] = stats
         self.print_row(name, str(len(self.seconds[name])), seconds, stats)
 
+    def compute_rates(self, name: str, seconds: float) -> dict[str, float]:
+        """Return the figures that follow from the time of a run, by their names in JSON."""
+        return {
+            "prompt_tokens_per_second": self.num_prompt_tokens / seconds,
+            "output_tokens_per_second": self.num_output_tokens / seconds,
+            "read_bytes_per_second": self.num_bytes[name] / seconds,
+            "share_of_roofline": self.least[name] / seconds,
+        }
+
     def print_row(self, name: str, run: str, seconds: float, stats: dict[str, int]) -> None:
-        cells = [
-            f"{self.num_prompt_tokens:15}",
-            f"{self.num_output_tokens:15}",
-            f"{seconds:15.3f}",
-            f"{self.num_prompt_tokens / seconds:15.1f}",
-            f"{self.num_output_tokens / seconds:15.1f}",
-            f"{self.num_bytes[name] / seconds / 1e9:15.1f}",
-            f"{self.least[name] / seconds:15.1%}",
-        ]
-        cells += [f"  {key} {value}" for key, value in stats.items() if value]
-        print(f"{f'{name} {run}':24}" + "".join(cells), flush=True)
+        prompt_rate, output_rate, bandwidth, share = self.compute_rates(name, seconds).values()
+        row = f"{f'{name} {run}':24}{self.num_prompt_tokens:15}{self.num_output_tokens:15}"
+        row += f"{seconds:15.3f}{prompt_rate:15.1f}{output_rate:15.1f}"
+        row += f"{bandwidth / 1e9:15.1f}{share:15.1%}"
+        shown = [f"  {key} {value}" for key, value in stats.items() if value]
+        print(row + "".join(shown), flush=True)
 
     def summarize(self) -> Figures:
         """Print the medians and the ratios. Return all figures."""
         medians = {name: statistics.median(seconds) for name, seconds in self.seconds.items()}
         first, *others = medians
         ratios = {f"{first}/{other}": medians[other] / medians[first] for other in others}
+        rates: dict[str, dict[str, float]] = {}
         for name, seconds in medians.items():
             if len(self.seconds[name]) > 1:
                 self.print_row(name, "median", seconds, {})
+            for key, rate in self.compute_rates(name, seconds).items():
+                rates.setdefault(key, {})[name] = rate
         for pair, ratio in ratios.items():
             print(f"{pair}: {ratio:.2f}x throughput (ratio of medians)")
         return {
@@ -173,37 +158,8 @@ class Table:
             "output_tokens": self.num_output_tokens,
             "seconds": self.seconds,
             "median_seconds": medians,
-            "prompt_tokens_per_second": {n: self.num_prompt_tokens / s for n, s in medians.items()},
-            "output_tokens_per_second": {n: self.num_output_tokens / s for n, s in medians.items()},
-            "total_tokens_per_second": {n: self.num_tokens / s for n, s in medians.items()},
-            "read_bytes_per_second": {n: self.num_bytes[n] / s for n, s in medians.items()},
+            **rates,
             "ratios": ratios,
-            "roofline": {
-                **self.peak._asdict(),
-                "seconds": self.least[first],
-                "seconds_of_each": self.least,
-                "note": roofline.NOTE,
-            },
-            "share_of_roofline": {
-                n: roofline.find_roofline_fraction(self.least[n], s) for n, s in medians.items()
-            },
+            "roofline": {**self.peak._asdict(), "seconds": self.least, "note": roofline.NOTE},
             "stats_of_last_run": self.stats,
         }
-
-
-def plot_decode(tests: Mapping[str, Figures], depths: Sequence[int], path: str) -> None:
-    """Draw output tokens/s over the tokens of context, a line for each engine.
-
-    Raises ValueError for an unknown suffix.
-    """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5, 3.8), layout="constrained")
-    axes = figure.subplots()
-    rates = [test["output_tokens_per_second"] for test in tests.values()]
-    for name in rates[0]:
-        axes.plot(depths, [rate[name] for rate in rates], marker="o", label=name)
-    axes.set(xlabel="tokens of context", ylabel="output tokens/s, one request", ylim=0)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=200)

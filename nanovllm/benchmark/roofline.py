@@ -14,7 +14,7 @@ from torch.utils.benchmark import Timer
 
 from nanovllm.benchmark.workloads import Request
 from nanovllm.layers import attention
-from nanovllm.layers.attention import AttentionShape, find_first_visible
+from nanovllm.layers.attention import AttentionShape
 from nanovllm.layers.embedding import Embedding
 from nanovllm.layers.linear import Linear
 from nanovllm.layers.quantized import Scheme
@@ -23,9 +23,9 @@ from nanovllm.models.spec import ModelSpec
 
 NOTE = """\
 % of roofline is the share of the best possible speed: the minimum time at the machine's peak rates,
-divided by the measured time. Above 100% (null in JSON) the peak rates are too low for this model,
-because it stays in the processor's cache, or because torch, which measured them, multiplies
-matrices more slowly. Then this column says nothing: compare tok/s.
+divided by the measured time. Above 100% the peak rates are too low for this model, because it stays
+in the processor's cache, or because torch, which measured them, multiplies matrices more slowly.
+Then this column says nothing: compare tok/s.
 GB/s counts the weights and K/V that have to be read. If a decode reads as much as the memory can
 deliver (peak_rates), only smaller weights make it faster."""
 
@@ -59,10 +59,10 @@ def measure_bandwidth(device: torch.device) -> float:
     source = torch.rand(1 << 26, device=device)  # 256 MiB, more than a cache holds
     if device.type == "cuda":
         num_bytes = 2 * source.nbytes
-        seconds = time_best("target.copy_(source)", 0.3, source=source, target=source.clone())
+        seconds = time_best("target.copy_(source)", source=source, target=source.clone())
     else:
         num_bytes = source.nbytes
-        seconds = time_best("source.max()", 0.3, source=source)
+        seconds = time_best("source.max()", source=source)
     return num_bytes / seconds
 
 
@@ -70,53 +70,26 @@ def find_matmul_rate(device: torch.device, dtype: torch.dtype) -> tuple[float, t
     """Return the highest FLOP/s of GEMMs for a model in `dtype`, and the dtype that has it.
 
     A CPU may multiply float32 numbers faster than 16-bit ones. Without instructions for bfloat16 or
-    float16, torch is much slower in these, and a large GEMM takes seconds. Small GEMMs therefore
-    decide which dtypes are worth a large one. They run on one thread, because on a busy machine
-    threads wait for each other longer than a small GEMM takes.
+    float16, torch is much slower in these, and a large GEMM takes seconds. Smaller GEMMs therefore
+    decide which dtype is measured.
     """
     if device.type == "cuda":
-        return measure_matmul(device, dtype, side=8192, min_seconds=0.3), dtype
-    small_rates = {
-        each: measure_matmul(device, each, side=128, min_seconds=0.05, num_threads=1)
-        for each in (dtype, torch.float32)
-    }
-    worth = max(small_rates.values()) / 4
-    rates = {
-        each: measure_matmul(device, each, side=1024, min_seconds=0.3)
-        for each, small_rate in small_rates.items()
-        if small_rate >= worth
-    }
+        return measure_matmul(device, dtype, side=8192), dtype
+    rates = {each: measure_matmul(device, each, side=512) for each in (dtype, torch.float32)}
     best = max(rates, key=lambda each: rates[each])
-    return rates[best], best
+    return measure_matmul(device, best, side=1024), best
 
 
-def measure_matmul(
-    device: torch.device,
-    dtype: torch.dtype,
-    side: int,
-    min_seconds: float,
-    num_threads: int | None = None,
-) -> float:
+def measure_matmul(device: torch.device, dtype: torch.dtype, side: int) -> float:
     """Measure the best FLOP/s of GEMMs with matrices of `side` rows and columns."""
     left, right = torch.randn(2, side, side, device=device).to(dtype)
-    seconds = time_best("left @ right", min_seconds, num_threads, left=left, right=right)
-    return 2 * side**3 / seconds
+    return 2 * side**3 / time_best("left @ right", left=left, right=right)
 
 
-def time_best(
-    statement: str, min_seconds: float, num_threads: int | None = None, **tensors: Tensor
-) -> float:
-    """Time `statement` repeatedly for at least `min_seconds`. Return the shortest time in seconds.
-
-    The statement runs on `num_threads` threads, by default on all that torch uses.
-    """
-    timer = Timer(statement, globals=tensors, num_threads=num_threads or torch.get_num_threads())
-    return min(timer.blocked_autorange(min_run_time=min_seconds).times)
-
-
-def find_roofline_fraction(roofline_seconds: float, seconds: float) -> float | None:
-    """Return the fraction of the roofline that was reached, or None if it exceeds 1."""
-    return roofline_seconds / seconds if roofline_seconds <= seconds else None
+def time_best(statement: str, **tensors: Tensor) -> float:
+    """Time `statement` repeatedly for at least 0.3 s. Return the shortest time in seconds."""
+    timer = Timer(statement, globals=tensors, num_threads=torch.get_num_threads())
+    return min(timer.blocked_autorange(min_run_time=0.3).times)
 
 
 class ModelSizes(NamedTuple):
@@ -185,23 +158,17 @@ def count_prefill(sizes: ModelSizes, num_tokens: int) -> float:
     return flops
 
 
-def count_decode(
-    sizes: ModelSizes, context_lens: list[int], shared_prefix: int = 0
-) -> AttentionWork:
+def count_decode(sizes: ModelSizes, context_lens: list[int]) -> AttentionWork:
     """Return the work of attention in a decode step, in all layers.
 
-    K/V of a prefix that the contexts share are read once, from the first window on.
+    Each sequence reads its own context, also what it shares with others.
     """
     flops = 0
     elements = 0
     for shape, num_layers in sizes.attention.items():
-        starts = [find_first_visible(context_len - 1, shape.window) for context_len in context_lens]
-        num_pairs = sum(context_lens) - sum(starts)
+        num_pairs = sum([min(each, shape.window or each) for each in context_lens])
         flops += num_layers * _count_pair_flops(shape) * num_pairs
-        num_tokens = max(0, shared_prefix - min(starts))
-        for start, context_len in zip(starts, context_lens):
-            num_tokens += context_len - max(start, shared_prefix)
-        elements += num_layers * 2 * shape.num_kv_heads * shape.head_dim * num_tokens
+        elements += num_layers * 2 * shape.num_kv_heads * shape.head_dim * num_pairs
     return AttentionWork(flops, elements)
 
 
@@ -228,8 +195,8 @@ def compute_roofline_seconds(
                        read, of which quantized weights take fewer bytes
                        2 * bytes of recurrent states * sequences, to read and to write
 
-    A step is bound by FLOPs or by bandwidth, whichever takes longer. A shared prefix counts once.
-    What is cached of it before the requests arrive does not count. The FLOPs of a recurrent state
+    A step is bound by FLOPs or by bandwidth, whichever takes longer. A shared prefix is computed
+    once, without what is cached of it before the requests arrive. The FLOPs of a recurrent state
     are few and are not counted.
     """
     sizes = find_sizes(spec)
@@ -250,7 +217,7 @@ def compute_roofline_seconds(
     for step in range(1, max(request.num_tokens for request in requests)):
         running = [request for request in requests if request.num_tokens > step]
         context_lens = [len(request.prompt) + step for request in running]
-        work = count_decode(sizes, context_lens, shared_prefix)
+        work = count_decode(sizes, context_lens)
         flops = 2 * num_weights * len(running) + work.flops
         num_bytes = head_bytes + work.elements * spec.dtype.itemsize
         num_bytes += bytes_per_weight * count_read_matrices(sizes, len(running))

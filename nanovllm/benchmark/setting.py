@@ -3,7 +3,6 @@
 import argparse
 from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from transformers import PretrainedConfig
 
 from nanovllm.benchmark.shapes import SHAPES
-from nanovllm.benchmark.workloads import DEPTH, Workload
+from nanovllm.benchmark.workloads import Workload
 from nanovllm.checkpoints.checkpoint import choose_dtype, find_checkpoint, read_config
 from nanovllm.config import Config
 from nanovllm.engine.scheduler import POLICIES
@@ -22,7 +21,6 @@ from nanovllm.sampling_params import SamplingParams
 
 # Budgets of policies that split prompts: one that keeps steps short, and the default of LLM.
 TOKEN_BUDGETS = (128, Config.max_num_batched_tokens)
-SUFFIXES = (".png", ".svg", ".pdf")  # of --output
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,6 @@ class Setting:
     spec: ModelSpec
     options: dict[str, Any]  # options of nanovllm's LLM
     temperature: float
-    batch_size: int  # for transformers
     nano_vllm: str  # the checkout
 
     @property
@@ -66,14 +63,11 @@ def make_setting(
 ) -> Setting:
     """Find the checkpoint, or write the config of a built-in shape to a folder of `scratch`."""
     cases = args.cases
-    longest_prompt = max(case.shared_prefix + case.input_len[1] for case in cases)
     longest = max(case.shared_prefix + case.input_len[1] + case.output_len[1] for case in cases)
     num_seqs = max(case.num_seqs for case in cases)
     if args.workload:
         chosen = {"max_num_seqs": num_seqs, **chosen}  # bounds the KV cache
     options = {
-        "dtype": args.dtype,
-        "quantization": args.quantization,
         "device": "cuda" if torch.cuda.is_available() else "cpu",
         "seed": cases[0].seed,
         "load_format": "dummy" if model in SHAPES else "auto",
@@ -81,7 +75,13 @@ def make_setting(
         **chosen,
         **{name: value for name, value in args.set if value != "auto"},
     }
-    check_lengths(Config.from_options(model, **options), longest_prompt, longest)
+    config = Config.from_options(model, **options)
+    max_model_len = config.max_model_len
+    if (max_model_len or 0) < longest:
+        raise ValueError(
+            f"--set max_model_len={max_model_len}: the longest request has {longest} tokens,"
+            " raise it"
+        )
     directory = Path(scratch, model)
     if model in SHAPES:
         SHAPES[model].save_pretrained(directory)
@@ -93,10 +93,9 @@ def make_setting(
     return Setting(
         model=str(directory),
         hf_config=hf_config,
-        spec=read_spec(hf_config, dtype, 1, options["quantization"], options["max_model_len"]),
+        spec=read_spec(hf_config, dtype, 1, config.quantization, max_model_len),
         options=options,
         temperature=cases[0].temperature,
-        batch_size=args.batch_size or num_seqs,
         nano_vllm=args.nano_vllm,
     )
 
@@ -122,50 +121,20 @@ def check_arguments(args: argparse.Namespace, workload: Workload) -> None:
             low, high = getattr(case, name)
             if low > high:
                 raise ValueError(f"--{name.replace('_', '-')} {low} {high}: LO exceeds HI")
-    if args.batch_size and "transformers" not in args.engine:
-        raise ValueError("--batch-size needs --engine transformers")
-    if "vllm" in args.engine and find_spec("vllm") is None:
-        raise ValueError("--engine vllm: the package vllm is missing, install it")
-    if "nano-vllm" in args.engine:
-        if not Path(args.nano_vllm, "nanovllm", "llm.py").is_file():
-            raise ValueError(
-                f"--nano-vllm {args.nano_vllm}: no checkout of nano-vLLM is there, get one with"
-                " git clone https://github.com/GeeeekExplorer/nano-vllm"
-            )
-        if not torch.cuda.is_available():
-            raise ValueError("--engine nano-vllm needs a GPU")
+    checkout = Path(args.nano_vllm, "nanovllm", "llm.py")
+    if "nano-vllm" in args.engine and not checkout.is_file():
+        raise ValueError(
+            f"--nano-vllm {args.nano_vllm}: no checkout of nano-vLLM is there, get one with"
+            " git clone https://github.com/GeeeekExplorer/nano-vllm"
+        )
     if args.token_budget and not args.request_rate:
         raise ValueError("--token-budget needs --request-rate")
-    if args.output and not args.request_rate and args.workload != DEPTH:
-        raise ValueError(f"--output needs --request-rate or --workload {DEPTH}")
-    if args.output and find_spec("matplotlib") is None:
-        raise ValueError("--output needs matplotlib: pip install 'nanovllm[plot]'")
-    if args.output and Path(args.output).suffix not in SUFFIXES:
-        raise ValueError(f"--output {args.output}: its suffix must be one of {', '.join(SUFFIXES)}")
-    if args.output and not Path(args.output).parent.is_dir():
-        raise ValueError(f"--output {args.output}: its folder does not exist, make it")
     cause = f"--workload {args.workload}"
     chosen = {name for options in workload.variants.values() for name in options}
     if args.request_rate:
         cause = "--request-rate"
         chosen = {"policy", "enable_chunked_prefill"}
     if args.engine != ["nanovllm"] and (chosen or len(workload.models) > 1):
-        engines = " ".join(args.engine)
-        raise ValueError(f"{cause} measures only nanovllm: leave out --engine {engines}")
+        raise ValueError(f"{cause} measures only nanovllm: leave out --engine")
     for name in chosen & dict(args.set).keys():
         raise ValueError(f"{cause} sets {name}: leave it out of --set")
-
-
-def check_lengths(config: Config, longest_prompt: int, longest: int) -> None:
-    """Raise ValueError if the longest request does not fit."""
-    if (config.max_model_len or 0) < longest:
-        raise ValueError(
-            f"--set max_model_len={config.max_model_len}: the longest request has {longest}"
-            " tokens, raise it"
-        )
-    policy = POLICIES[config.policy]
-    if not policy.splits_prompts and config.max_num_batched_tokens < longest_prompt:
-        raise ValueError(
-            f"the longest prompt has {longest_prompt} tokens, and {policy.title} does not split it:"
-            f" add --set max_num_batched_tokens={longest_prompt}"
-        )

@@ -43,8 +43,6 @@ class Workload(NamedTuple):
 
 
 CACHED = {"enable_prefix_caching": True}
-DEPTH = "llama-bench-depth"
-DEPTHS = (1024, 8192, 32000)
 LLAMA_BENCH = (Case("pp512", (512, 512), (1, 1)), Case("tg128", (1, 1), (128, 128)))
 THROUGHPUT = (
     "Look at output tok/s: the tokens generated per second, over a whole run with prefills."
@@ -64,9 +62,11 @@ WORKLOADS = {
         "Look at prompt tok/s of pp512 and output tok/s of tg128, which llama-bench calls t/s.",
         repeat=5,
     ),
-    DEPTH: Workload(
+    "llama-bench-depth": Workload(
         ("qwen3-0.6b", "gemma-3-270m"),
-        tuple(Case(f"tg128 @ d{depth}", (1, 1), (128, 128), 1, depth) for depth in DEPTHS),
+        tuple(
+            Case(f"tg128 @ d{depth}", (1, 1), (128, 128), 1, depth) for depth in (1024, 8192, 32000)
+        ),
         "Look at output tok/s, and how it falls with the context. A layer with a window reads no\n"
         "more than the window.",
         variants={"": CACHED},

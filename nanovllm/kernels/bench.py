@@ -12,7 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
+from itertools import product
 
 import torch
 
@@ -64,36 +64,33 @@ def measure(
     print("| kernel | layer | sequences x tokens | backend | dtype | time | rate | max error |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |", flush=True)
     shapes = list(LAYERS.values())
-    tolerance = TOLERANCES[dtype_name]
     for name in reversed(BACKENDS):  # the fastest backend last
         try:
             backend, block_size = select_backend(name, device, dtype, shapes, None)
         except ValueError as error:
             print(error, file=sys.stderr)
             continue
-        for layer, shape in LAYERS.items():
-            check = partial(
-                compare_with_torch, backend, shape, device=device, dtype=dtype, tolerance=tolerance
-            )
+        batches = [BatchShape(1, prompt_len, prompt_len, block_size)]
+        batches += [BatchShape(*decode, 1, block_size) for decode in decodes]
+        for (layer, shape), batch in product(LAYERS.items(), batches):
+            tolerance = TOLERANCES[dtype_name]
+            checked = compare_with_torch(backend, shape, batch, device, dtype, tolerance)
+            store, attend, off_by = checked
+            num_seqs, num_tokens, query_len, _ = batch
             token_gb = 2 * shape.num_kv_heads * shape.head_dim * dtype.itemsize / 1e9
             pair_tflop = 2 * 2 * shape.num_heads * shape.head_dim / 1e12
-            sizes = f"1 x {prompt_len}"
-            store, prefill, off_by = check(BatchShape(1, prompt_len, prompt_len, block_size))
-            stored_gb = 2 * prompt_len * token_gb  # read and written
-            visible = min(prompt_len, shape.window or prompt_len)
-            prompt_tflop = visible * (prompt_len - visible / 2) * pair_tflop
-            kernels = [
-                ("store_kvcache", sizes, store, stored_gb, "GB/s", 0.0),
-                ("prefill", sizes, prefill, prompt_tflop, "TFLOP/s", off_by),
-            ]
-            for num_seqs, context_len in decodes:
-                _, decode, off_by = check(BatchShape(num_seqs, context_len, 1, block_size))
-                sizes = f"{num_seqs} x {context_len}"
-                read_gb = num_seqs * min(context_len, shape.window or context_len) * token_gb
-                kernels.append(("decode", sizes, decode, read_gb, "GB/s", off_by))
-            for kernel, sizes, call, work, unit, off_by in kernels:
+            visible = min(num_tokens, shape.window or num_tokens)
+            rows = [("decode", attend, num_seqs * visible * token_gb, "GB/s", off_by)]
+            if query_len > 1:
+                num_pairs = visible * (num_tokens - visible / 2)
+                rows = [  # what is stored is read and written
+                    ("store_kvcache", store, 2 * num_tokens * token_gb, "GB/s", 0.0),
+                    ("prefill", attend, num_pairs * pair_tflop, "TFLOP/s", off_by),
+                ]
+            for kernel, call, work, unit, off_by in rows:
                 seconds = time_call(call, device)
                 figures = f"{seconds * 1e3:.4g} ms | {work / seconds:.4g} {unit} | {off_by:.2g}"
+                sizes = f"{num_seqs} x {num_tokens}"
                 row = f"{kernel} | {layer} | {sizes} | {name} | {dtype_name} | {figures}"
                 print(f"| {row} |", flush=True)
 

@@ -23,8 +23,8 @@ class OptimizedSampler(OptimizedLayer, Sampler):
 def has_unknown_fields(group: Filters | Noise) -> bool:
     """Return whether kernels would ignore a field. One that is None has no effect."""
     known = _NOISE_FIELDS if isinstance(group, Noise) else _FILTER_FIELDS
-    unknown = sorted(vars(group).keys() - known)
-    unknown = [name for name in unknown if getattr(group, name) is not None]
+    values = vars(group).items()
+    unknown = [name for name, value in values if name not in known and value is not None]
     if unknown:
         names = ", ".join(unknown)
         report_once(f"the sampling kernels ignore {names}: such steps use the plain sampler")

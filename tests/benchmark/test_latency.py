@@ -1,7 +1,6 @@
 """bench.py --request-rate measures latencies as `vllm bench serve` defines them."""
 
 import json
-from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -34,18 +33,15 @@ def test_metrics_are_those_of_vllm_bench_serve():
         "p50_tpot_ms": 200,  # (2.1 - 1.5) / 3
         "p50_itl_ms": 300,  # gaps of 100 and 500
         "p90_itl_ms": 460,
-        "p50_e2el_ms": 1050,
     }
     assert {name: summary[name] for name in expected} == pytest.approx(expected)
 
 
-def test_every_rate_has_a_row_for_every_policy(capsys, tmp_path):
+def test_every_rate_has_a_row_for_every_policy(capsys):
     sizes = ["--num-seqs", "6", "--input-len", "4", "20", "--output-len", "3", "9"]
     rates = ["--request-rate", "500", "2000", "--token-budget", "16", "32"]
-    path = tmp_path / "latency.svg"
-    plot = ["-o", str(path)] if find_spec("matplotlib") else []
     model = ["--model", DEMO_MODEL, "--set", "device=cpu"]
-    main([*model, *sizes, *rates, "--json", *plot])
+    main([*model, *sizes, *rates, "--json"])
     output, log = capsys.readouterr()
     rows = json.loads(output)["request_rates"]
     policies = ["mixed steps, budget 16", "mixed steps, budget 32", "prefill first"]
@@ -57,5 +53,3 @@ def test_every_rate_has_a_row_for_every_policy(capsys, tmp_path):
             p50, p90, p99 = (row[f"p{percent}_{metric}_ms"] for percent in latency.PERCENTILES)
             assert 0 < p50 <= p90 <= p99
         assert row["policy"] in log
-    if plot:
-        assert "<svg" in path.read_text()

@@ -91,7 +91,7 @@ def test_help_shows_every_option():
 
 def test_optional_packages_and_asserts_are_not_needed(tiny):
     """Options are checked under `python -O`, where optional packages cannot be imported."""
-    packages = ["triton", "flash_attn", "ray", "matplotlib", "starlette", "uvicorn"]
+    packages = ["triton", "flash_attn", "ray", "starlette", "uvicorn"]
     code = f"""
 import sys
 sys.modules.update(dict.fromkeys({packages}))

@@ -37,7 +37,7 @@ class NormKind(IntEnum):
 
 class FastRMSNorm(OptimizedLayer, RMSNorm):
     replaces: ClassVar[type[RMSNorm]] = RMSNorm
-    KIND: ClassVar[NormKind] = NormKind.ROUNDED_TWICE
+    KIND = NormKind.ROUNDED_TWICE
 
     def convert(self) -> bool:
         return self.weight.dtype == self.dtype and self.weight.is_contiguous()
@@ -109,12 +109,13 @@ class FastAttention(OptimizedLayer, Attention):
         assert fused is None or len(fused.weight) == head_dim
         assert heads[:1].is_contiguous()  # the tokens need not be adjacent
         output = heads.new_empty(heads.shape)
+        described = describe_norm(fused)
         load(heads.dtype).rotary(
             heads.data_ptr(),
             *cos_sin,
-            fused.weight if fused is not None else None,
-            fused.eps if fused is not None else 0.0,
-            fused.KIND if fused is not None else 0,
+            described.weight,
+            described.eps,
+            described.kind,
             output,
             num_tokens,
             heads.stride(0),
@@ -139,8 +140,8 @@ class FastOlmoAttention(FastAttention, OlmoAttention):
 
 
 class FastMLP(OptimizedLayer, MLP):
-    replaces: ClassVar[type[MLP]] = MLP
-    GATE: ClassVar[Gate] = Gate.SILU
+    replaces = MLP
+    GATE = Gate.SILU
 
     gate_up: PrepackedWeight | None  # in place of gate_up_proj, applies the gate, too
 

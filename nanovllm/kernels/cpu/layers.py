@@ -26,7 +26,6 @@ class FastSampler(OptimizedSampler):
             return super().filter(logits, filters)
         logits = logits.contiguous()
         output = torch.empty_like(logits, dtype=torch.float32)
-        num_rows, vocab_size = logits.shape
         load(self.dtype).filter_logits(
             logits,
             self._is_float32(logits),
@@ -36,8 +35,7 @@ class FastSampler(OptimizedSampler):
             filters.top_ks,
             filters.top_ps,
             filters.min_ps,
-            num_rows,
-            vocab_size,
+            *logits.shape,
             len(filters.rows),
         )
         return output
