@@ -30,6 +30,10 @@ integer = partial(number, int)
 
 def option(text: str) -> tuple[str, Any]:
     name, _, value = text.partition("=")
+    return make_option(name, value)
+
+
+def make_option(name: str, value: str) -> tuple[str, Any]:
     return name, parse_value(value)
 
 
@@ -80,8 +84,17 @@ def make_parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="option of nanovllm's LLM, such as dtype or quantization, can be repeated",
+        help="option of nanovllm's LLM, can be repeated",
     )
+    for name in ("dtype", "quantization"):
+        add(
+            f"--{name}",
+            dest="set",
+            type=partial(make_option, name),
+            action="append",
+            metavar="VALUE",
+            help=f"the same as --set {name}=VALUE",
+        )
     add(
         "--request-rate",
         type=number(float, 0.001),
