@@ -14,7 +14,7 @@ import pytest
 from random_calls import Calls
 from random_engines import Case, Models
 
-NUM_CASES = 40
+NUM_CASES = 24
 
 
 @pytest.fixture(scope="module")
