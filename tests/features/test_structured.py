@@ -126,7 +126,7 @@ def expected(llm):
 def test_json_validates(make, monkeypatch, model):
     """At temperature 1, in small chunks, with preemptions."""
     options = {"model": DEMO_MODEL} if model == "demo" else {}
-    llm = make(num_kvcache_blocks=64, max_num_batched_tokens=24, max_num_seqs=16, **options)
+    llm = make(num_kvcache_blocks=40, max_num_batched_tokens=24, max_num_seqs=16, **options)
     monkeypatch.setattr(grammars, "check_in_process", lambda _: None)  # saves its time
     params = [
         SamplingParams(

@@ -36,7 +36,6 @@ from kernel_helpers import (
 from nanovllm.backends import BACKENDS
 from nanovllm.kernels.attention_check import check_backend
 from nanovllm.kernels.cpu import attention as cpp_backend
-from nanovllm.kernels.select import select_backend
 from nanovllm.layers import attention as torch_backend
 
 # num_heads, num_kv_heads, head_dim
@@ -163,20 +162,6 @@ def test_store_kvcache_writes_its_slots_and_no_others(name, dtype, num_kv_heads,
     load_backend(name).store_kvcache(key, value, buffer[1:], slots)
     exact = {"rtol": 0, "atol": 0, "equal_nan": True}
     torch.testing.assert_close(buffer.flatten(1, 2), expected, **exact)
-
-
-@pytest.mark.parametrize("name", [name for name, device in TEST_DEVICES.items() if device])
-def test_every_shape_of_a_model_is_asked_for(monkeypatch, name):
-    backend = load_backend(name)
-    asked = []
-
-    def reason_unavailable(device, dtype, shape, block_size):
-        asked.append(shape)
-
-    monkeypatch.setattr(backend, "reason_unavailable", reason_unavailable)
-    shapes = [make_shape(), make_shape(window=4)]
-    select_backend(name, CPU, torch.float32, shapes, None)
-    assert asked == shapes
 
 
 @needs_compiler

@@ -160,35 +160,6 @@ def test_one_call_for_layers_with_different_windows_and_ropes(monkeypatch, kind,
 
 
 @needs_compiler
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("kind", [DecoderSpec, Gemma3Spec, OlmoSpec])
-def test_keys_of_one_call_are_rounded_as_in_plain_layers(kind, dtype):
-    """Sums in another order change few of them. Another rounding would change every third one."""
-    settings = dict(
-        num_layers=1,
-        num_heads=4,
-        num_kv_heads=2,
-        qk_norm=True,
-        ropes=(RopeSpec.from_base(30.0, 12),),
-    )
-    spec = kind(**vars(make_spec(dtype, **settings)))
-    caches = []
-    for backend in (torch_backend, cpp_backend):
-        model = randomize(spec.make_model(backend))
-        if backend is cpp_backend:
-            optimize(model, "cpp", dtype)
-        cache = torch_backend.make_cache(4, 16, 2, 16, dtype, CPU)
-        tables = torch.arange(4, dtype=torch.int32).view(1, 4)
-        batch = batches.make_batch([64], [64], tables, 16)
-        ids = torch.arange(64, dtype=torch.int32)
-        with torch.inference_mode():
-            model(replace(batch, input_ids=ids), [cache])
-        caches.append(cache)
-    expected, output = caches
-    assert (output != expected).float().mean() < 0.05
-
-
-@needs_compiler
 @all_dtypes
 def test_other_requests_do_not_change_logits(make_llm, dtype):
     llm = make_llm(dtype=str(dtype).removeprefix("torch."), enable_prefix_caching=False)

@@ -5,16 +5,12 @@ import json
 import re
 import threading
 import time
-from pathlib import Path
 
 import pytest
 from browser import needs_browser, run_script
-from conftest import find_feature
 from server_helpers import CLIENT, post, start, stream
 
-from nanovllm import DEMO_MODEL, LLM, SamplingParams
-from nanovllm.features.speculation.costs import StepCosts
-from nanovllm.features.speculation.drafts import Drafts
+from nanovllm import DEMO_MODEL, SamplingParams
 from nanovllm.server import playground
 from nanovllm.server.playground import DEFAULTS
 
@@ -219,24 +215,6 @@ def test_only_the_scripts_of_the_page_may_run(server):
     assert page.status_code == 200
     nonce = re.search(r"'nonce-([^']+)'", page.headers["content-security-policy"])[1]
     assert page.text.count(f'<script nonce="{nonce}">') == 2
-
-
-def test_the_scene_of_drafts_shows_some_soon():
-    """With costs that do not depend on the machine, and the same prompt as on the page."""
-    live = (Path(playground.__file__).parent / "live.html").read_text("utf-8")
-    prompt = re.search('REPETITIVE = "(.*?)"', live)[1]
-    options = {**DEFAULTS, "num_speculative_tokens": 4, "dtype": "float32"}
-    del options["random_model"]
-    with LLM(DEMO_MODEL, **options) as llm:
-        drafts = find_feature(llm, Drafts)
-        drafts.costs = StepCosts(1.0, 1.0, per_token=0.0)
-        llm.add_request(prompt, SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.0))
-        for _ in range(3):
-            llm.step()
-        assert llm.stats["num_draft_tokens"] > 0
-        while not llm.is_finished():
-            llm.step()
-        assert llm.stats["num_accepted_tokens"] > 20
 
 
 # Delivers recorded messages in place of the server, all at once, and looks at the page.
