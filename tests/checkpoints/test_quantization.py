@@ -220,37 +220,26 @@ def test_codes_of_fused_projections_are_kept(tmp_path, name):
 @pytest.mark.parametrize("bits", [4, 8])
 def test_zeros_of_gptq_take_all_values(tmp_path, bits, version, desc_act):
     """Version 1 subtracts 1 from every zero of an int32 at once, so a zero of 0 borrows."""
-    rows, groups, num = 32, 4, 32 // bits
+    rows, groups = 32, 4
     zeros = torch.arange(rows * groups).reshape(rows, groups) * (1 if bits == 4 else 37) % 2**bits
     zeros[8:20, 1] = 0
     zeros[20:] = torch.randint(3, (12, groups)) * 15 % 2**bits
-    words = []
-    for group in range(groups):
-        for first in range(0, rows, num):
-            word = 0
-            for i in range(num):
-                word += int(zeros[first + i, group]) << bits * i
-            if version == 1:
-                word -= 0x11111111 if bits == 4 else 0x01010101
-            words.append((word + 2**31) % 2**32 - 2**31)
-    codes = torch.randint(2**bits, (rows, groups * 32))
+    codes = torch.randint(2**bits, (rows, groups * 32), dtype=torch.uint8)
     scales = torch.rand(rows, groups).half()
     g_idx = torch.arange(groups * 32) // 32
     if desc_act:
         g_idx = g_idx[torch.randperm(groups * 32)]
-    parts = {
-        "qweight": pack(codes, bits).T.contiguous(),
-        "qzeros": torch.tensor(words, dtype=torch.int32).reshape(groups, -1),
-        "scales": scales.T.contiguous(),
-        "g_idx": g_idx.to(torch.int32),
-    }
+    stored = QuantizedWeight.from_codes(
+        Scheme(bits, 32), torch.float32, codes, scales.float(), zeros
+    )
+    parts = pack_gptq(stored, offset=2 - version, g_idx=g_idx)
     save_file({f"{UP}.{key}": part for key, part in parts.items()}, tmp_path / "model.safetensors")
     checkpoint_format = "gptq" if version == 1 else "gptq_v2"
     settings = gptq(bits, desc_act=desc_act, checkpoint_format=checkpoint_format)
     format = read_quantization(Qwen3MoeConfig(quantization_config=settings), None).format
     weight = format.read(TensorFiles(tmp_path), UP, [rows, groups * 32])
     full = weight if desc_act else weight.dequantize()
-    assert torch.equal(full, (codes - zeros[:, g_idx]) * scales[:, g_idx].float())
+    assert torch.equal(full, (codes.int() - zeros[:, g_idx]) * scales[:, g_idx].float())
 
 
 @pytest.mark.parametrize("option", [None, "int8"])

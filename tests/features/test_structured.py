@@ -404,24 +404,6 @@ def test_large_objects_do_not_exceed_limits(llm):
     assert run(llm, {"json": make_object(500)}, max_tokens=9)["finish_reason"] == "length"
 
 
-def test_a_draft_token_that_exceeds_limits_leaves_the_request_as_it_was(llm, monkeypatch):
-    monkeypatch.setitem(grammars.LIMITS, "max_items_in_row", 200)
-    schema = {"properties": {"a": make_object(100), "b": {}}, "additionalProperties": False}
-    params = SamplingParams(structured_outputs={"json": schema})
-    with llm.queued(llm.prepare_prompts("x", params), {}) as [request]:
-        (constraint,) = request.constraints
-        expected = constraint.compute_masks(request, num_rows=1)
-        draft = llm.tokenizer.encode('{"a": {', add_special_tokens=False)
-        request.token_ids += draft
-        masks = constraint.compute_masks(request, num_rows=len(draft) + 1)
-        assert not masks[-1].any(), "a limit is exceeded"
-        assert (masks[0] == expected[0]).all()
-        del request.token_ids[-len(draft) :]
-        (mask,) = constraint.compute_masks(request, num_rows=1)
-        assert (mask == expected[0]).all()
-        llm.abort(request.seq_id)
-
-
 def test_without_eos_no_token_ends_a_text(llm):
     feature = grammars.StructuredOutputs()
     feature.tokenizer = llm.tokenizer
