@@ -60,7 +60,8 @@ def test_the_form_of_the_hub(tmp_path, is_tied, size):
     edit_weights(tmp_path, edit)
     oracle = Oracle(Qwen3_5MoeForCausalLM.from_pretrained(tmp_path).eval())
     prompts = [random_prompt(seed, 20) for seed in range(3)]
-    with LLM(tmp_path, **POOL, tensor_parallel_size=size) as llm:
+    options = {"tensor_parallel_size": size, "enable_kernels": size == 2}
+    with LLM(tmp_path, **POOL, **options) as llm:
         assert generate_ids(llm, prompts, greedy(12)) == [oracle(prompt, 12) for prompt in prompts]
 
 
