@@ -20,9 +20,7 @@ from nanovllm.benchmark.arguments import make_parser
 from nanovllm.benchmark.report import report_memory
 from nanovllm.benchmark.roofline import PeakRates
 from nanovllm.benchmark.setting import make_settings
-from nanovllm.benchmark.shapes import SHAPES
 from nanovllm.benchmark.workloads import WORKLOADS, choose_workload, make_requests
-from nanovllm.models.architectures import read_spec
 
 TINY = ["--model", DEMO_MODEL, "--set", "device=cpu"]
 SCALE = 16
@@ -84,17 +82,6 @@ def test_every_workload_runs(name, run):
     assert "anonymous memory" in log
 
 
-def test_llama_bench_counts_tokens_as_llama_bench_does(run):
-    """pp512 has the tokens of the prompt, and tg128 one token for each pass of the model."""
-    report, _ = run("llama-bench", *TINY, "--repeat", "2")
-    prefill, decode = report["tests"].values()
-    (seconds,) = prefill["median_seconds"].values()
-    assert list(prefill["prompt_tokens_per_second"].values()) == [512 / SCALE / seconds]
-    (seconds,) = decode["median_seconds"].values()
-    assert list(decode["output_tokens_per_second"].values()) == [128 / SCALE / seconds]
-    assert decode["prompt_tokens"] == 1
-
-
 def test_context_of_llama_bench_is_computed_before(run):
     report, _ = run("llama-bench-depth", *TINY)
     for depth, test in zip((64, 512, 2000), report["tests"].values(), strict=True):
@@ -142,17 +129,6 @@ def test_workloads_fit_their_models(name, tmp_path):
         assert setting.options["max_model_len"] <= limit
 
 
-def test_the_mixture_uses_as_many_weights_as_the_dense_model():
-    mixture, dense = (
-        roofline.find_sizes(read_spec(SHAPES[name], torch.bfloat16, 1))
-        for name in WORKLOADS["moe"].models
-    )
-    router = 12 * 1024 * 64
-    assert mixture.matrices - router == dense.matrices
-    assert mixture.head == dense.head
-    assert mixture.attention == dense.attention
-
-
 @pytest.mark.parametrize(
     "arguments, complaints",
     [
@@ -160,10 +136,7 @@ def test_the_mixture_uses_as_many_weights_as_the_dense_model():
             ["--workload", "llama-bench", "--num-seqs", "3"],
             ["--workload llama-bench", "--num-seqs"],
         ),
-        (["--workload", "nano-vllm", "--seed", "0"], ["--workload nano-vllm", "--seed"]),
-        (["--workload", "quick", "--input-len", "1", "2"], ["--workload quick", "--input-len"]),
         (["--workload", "moe", "--request-rate", "2"], ["--workload moe", "--request-rate"]),
-        (["--workload", "moe", "--engine", "transformers"], ["--workload moe", "--engine"]),
         (["--workload", "moe", "--token-budget", "8"], ["--token-budget", "--request-rate"]),
         (
             ["--workload", "multi-turn", "--set", "enable_prefix_caching=False"],

@@ -34,6 +34,7 @@ SIZES = dict(hidden_size=64, intermediate_size=128, head_dim=16)
 UP = "model.layers.1.mlp.up_proj"
 PROJECTIONS = ("_proj.weight", "fc1.weight", "fc2.weight", "mlp.gate.weight")
 PROJECTIONS += ("in_proj_qkv.weight", "in_proj_z.weight", "in_proj_qkvz.weight")
+OF_BETA_AND_DECAY = ("in_proj_a.weight", "in_proj_b.weight", "in_proj_ba.weight")
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of 8 outputs the nibbles of an int32 have
 
 
@@ -219,37 +220,26 @@ def test_codes_of_fused_projections_are_kept(tmp_path, name):
 @pytest.mark.parametrize("bits", [4, 8])
 def test_zeros_of_gptq_take_all_values(tmp_path, bits, version, desc_act):
     """Version 1 subtracts 1 from every zero of an int32 at once, so a zero of 0 borrows."""
-    rows, groups, num = 32, 4, 32 // bits
+    rows, groups = 32, 4
     zeros = torch.arange(rows * groups).reshape(rows, groups) * (1 if bits == 4 else 37) % 2**bits
     zeros[8:20, 1] = 0
     zeros[20:] = torch.randint(3, (12, groups)) * 15 % 2**bits
-    words = []
-    for group in range(groups):
-        for first in range(0, rows, num):
-            word = 0
-            for i in range(num):
-                word += int(zeros[first + i, group]) << bits * i
-            if version == 1:
-                word -= 0x11111111 if bits == 4 else 0x01010101
-            words.append((word + 2**31) % 2**32 - 2**31)
-    codes = torch.randint(2**bits, (rows, groups * 32))
+    codes = torch.randint(2**bits, (rows, groups * 32), dtype=torch.uint8)
     scales = torch.rand(rows, groups).half()
     g_idx = torch.arange(groups * 32) // 32
     if desc_act:
         g_idx = g_idx[torch.randperm(groups * 32)]
-    parts = {
-        "qweight": pack(codes, bits).T.contiguous(),
-        "qzeros": torch.tensor(words, dtype=torch.int32).reshape(groups, -1),
-        "scales": scales.T.contiguous(),
-        "g_idx": g_idx.to(torch.int32),
-    }
+    stored = QuantizedWeight.from_codes(
+        Scheme(bits, 32), torch.float32, codes, scales.float(), zeros
+    )
+    parts = pack_gptq(stored, offset=2 - version, g_idx=g_idx)
     save_file({f"{UP}.{key}": part for key, part in parts.items()}, tmp_path / "model.safetensors")
     checkpoint_format = "gptq" if version == 1 else "gptq_v2"
     settings = gptq(bits, desc_act=desc_act, checkpoint_format=checkpoint_format)
     format = read_quantization(Qwen3MoeConfig(quantization_config=settings), None).format
     weight = format.read(TensorFiles(tmp_path), UP, [rows, groups * 32])
     full = weight if desc_act else weight.dequantize()
-    assert torch.equal(full, (codes - zeros[:, g_idx]) * scales[:, g_idx].float())
+    assert torch.equal(full, (codes.int() - zeros[:, g_idx]) * scales[:, g_idx].float())
 
 
 @pytest.mark.parametrize("option", [None, "int8"])
@@ -417,16 +407,9 @@ def test_a_quantized_head_of_mixtures(tmp_path, name):
     assert tokens_of(stored) == tokens_of(floats)
 
 
-@pytest.mark.parametrize("name", ["gptq", "awq"])
-def test_ranks_read_their_shards(tmp_path, name):
-    """Also those of experts."""
-    make_family(tmp_path, "qwen3-moe", **SIZES, moe_intermediate_size=64)
-    settings, make_parts, scheme, options = FORMATS[name]
-    convert(tmp_path, settings, make_parts, scheme, **options)
-    assert tokens_of(tmp_path, tensor_parallel_size=2) == tokens_of(tmp_path)
-
-
-@pytest.mark.parametrize("family", ["qwen3", "gemma3", "opt", "opt-350m", "phi4", "qwen3-moe"])
+@pytest.mark.parametrize(
+    "family", ["gemma3", "opt-350m", "phi4", "qwen3-moe", "qwen3.5-moe", "qwen3-next"]
+)
 @pytest.mark.parametrize("option, enable_kernels", [("int8", True), ("int4", False)])
 def test_weights_are_quantized_while_loading(tmp_path, family, option, enable_kernels):
     """The model computes with the dequantized weights, and routers, norms and biases are floats."""
@@ -436,11 +419,13 @@ def test_weights_are_quantized_while_loading(tmp_path, family, option, enable_ke
     dequantized = {}
     for name, weight in load_file(tmp_path / "model.safetensors").items():
         is_head = name.endswith(("embed_tokens.weight", "lm_head.weight"))
-        is_kept = name.endswith(("gate.weight", "embed_positions.weight"))
+        is_kept = name.endswith(("gate.weight", "embed_positions.weight", *OF_BETA_AND_DECAY))
         if weight.dim() == 2 and not is_kept:
             scheme = head if is_head else linear
             weight = QuantizedWeight.quantize(weight, scheme).dequantize()
         dequantized[name] = weight
+    if family == "qwen3.5-moe":
+        edit_weights(tmp_path, stack_experts)
     with load(tmp_path, quantization=option, enable_kernels=enable_kernels) as llm:
         assert llm.model_runner.executor.worker.spec.quantization.linear == linear
         actual = generate_ids(llm, PROMPTS, greedy(12))
@@ -460,22 +445,10 @@ def test_ranks_quantize_their_shards_alike(option):
     assert answers[0] == answers[1]
 
 
-@pytest.mark.parametrize("option", ["int8", "int4"])
-def test_beams_have_the_logprobs_of_their_texts(option):
-    with LLM(DEMO_MODEL, dtype="float32", quantization=option) as llm:
-        (beams,) = llm.beam_search("the largest number is", 3, 8)
-        texts = [beam["prompt_token_ids"] + beam["token_ids"] for beam in beams]
-        params = SamplingParams(max_tokens=1, prompt_logprobs=0)
-        for beam, output in zip(beams, llm.generate(texts, params, use_tqdm=False)):
-            chosen = output["prompt_logprobs"][-len(beam["token_ids"]) :]
-            total = sum(value for entry in chosen for value in entry.values())
-            assert total == pytest.approx(beam["cumulative_logprob"], abs=1e-3)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16"])
 def test_int8_chooses_the_tokens_of_unquantized_weights(dtype):
-    """At 98 of 100 positions at least."""
-    questions = [f"What is {number} + {97 - number}?" for number in range(20, 60)]
+    """At 97 of 100 positions at least."""
+    questions = [f"What is {number} + {97 - number}?" for number in range(20, 30)]
     questions += ["Spell planet backwards.", "Count from 3 to 20.", "Which day follows Monday?"]
     chats = [[{"role": "user", "content": question}] for question in questions]
     chosen = []
@@ -489,9 +462,9 @@ def test_int8_chooses_the_tokens_of_unquantized_weights(dtype):
             outputs = llm.generate(texts, params, use_tqdm=False)
         entries = [entry for output in outputs for entry in output["prompt_logprobs"][1:]]
         chosen.append([max(entry, key=entry.get) for entry in entries])
-    assert len(chosen[0]) > 1000
+    assert len(chosen[0]) > 300
     num_equal = sum(a == b for a, b in zip(*chosen, strict=True))
-    assert num_equal >= 0.98 * len(chosen[0])
+    assert num_equal >= 0.97 * len(chosen[0])
 
 
 def test_ranks_do_not_share_groups(checkpoint, tmp_path):
@@ -516,9 +489,7 @@ def test_ranks_do_not_share_groups(checkpoint, tmp_path):
     "settings, complaint",
     [
         (dict(quant_method="bitsandbytes"), "quantization_config: quant_method .*'bitsandbytes'"),
-        (dict(bits=4), "quant_method"),
         (gptq(bits=3), "bits must be one of 4, 8, not 3"),
-        (gptq(group_size=16), "group_size=16"),
         (gptq(checkpoint_format="marlin"), "checkpoint_format .*'marlin'"),
         (gptq(dynamic={"+:.*up_proj": {"bits": 8}}), "dynamic"),
         (dict(quant_method="awq", bits=4, group_size=32, version="gemv"), "version .*'gemv'"),
@@ -528,15 +499,10 @@ def test_ranks_do_not_share_groups(checkpoint, tmp_path):
         (compressed(actorder="group"), "actorder .*'group'"),
         (gptq(format="marlin"), "format .*'marlin'"),
         (compressed() | dict(transform_config={"config_groups": {}}), "transform_config"),
-        (compressed() | dict(sparsity_config={"format": "sparse-24-bitmask"}), "format .*sparse"),
-        (dict(quant_method="awq", bits=8, group_size=32), "bits must be one of 4, not 8"),
         (dict(quant_method="fp8", weight_block_size=[64, 128]), r"weight_block_size .*\[64, 128\]"),
         (FP8 | dict(activation_scheme="static"), "activation_scheme .*'static'"),
         (QUANTIZED_INPUTS, "input_activations must be one of None, not {'num_bits': 8}"),
         (MIXED_BITS, "config_groups must have one group, not group_0, group_1"),
-        (compressed() | dict(config_groups={}), "config_groups must have one group, not 0"),
-        (dict(quant_method="gptq", group_size=32), "bits must be one of 4, 8, not None"),
-        (dict(quant_method="awq", bits=4), "group_size must be an int"),
         ("awq", "config.json: "),
     ],
 )
@@ -568,20 +534,13 @@ def widen(part):
 
 DAMAGES = [
     ("gptq", "scales", shorten, r"has shape \[1, 128\], the model needs \[2, 128\]"),
-    ("gptq", "qzeros", lambda x: x.T.contiguous(), r"has shape \[16, 2\]"),
     ("gptq", "qweight", shorten, r"has shape \[7, 128\]"),
-    ("gptq", "qweight", widen, "is stored as F32"),
-    ("gptq", "g_idx", shorten, r"has shape \[63\]"),
     ("gptq", "g_idx", lambda x: x.flip(0), "reorders inputs, but config.json has no desc_act"),
-    ("gptq scattered", "g_idx", lambda x: x + 1, "has groups that do not exist"),
     ("gptq scattered", "g_idx", lambda x: x - 1, "has groups that do not exist"),
     ("gptq symmetric", "qzeros", lambda x: x + 2, "has zeros that do not fit symmetric codes"),
     ("gptq 8 bits", "qweight", lambda x: x[::2].contiguous(), r"needs \[16, 128\]"),
-    ("awq", "qweight", lambda x: x.short(), "is stored as I16"),
     ("awq", "qzeros", lambda x: x[:, :-1].contiguous(), r"has shape \[2, 15\]"),
-    ("awq", "scales", shorten, r"has shape \[1, 128\]"),
     ("compressed", "weight_packed", shorten, r"has shape \[127, 8\]"),
-    ("compressed", "weight_scale", shorten, r"has shape \[127, 2\]"),
     ("compressed", "weight_zero_point", shorten, r"has shape \[15, 2\]"),
     ("fp8", "weight_scale_inv", lambda x: x[0], r"has shape \[1\], the model needs \[1, 1\]"),
     ("fp8", "weight", widen, "is stored as F32: supported dtypes are F8_E4M3"),
@@ -616,9 +575,7 @@ def test_damaged_parts_are_named(checkpoint, tmp_path, name, part, damage, compl
         ("gptq", "scales", f"has no tensor {UP}.scales"),
         ("gptq", "qzeros", f"has no tensor {UP}.qzeros"),
         ("gptq", "qweight", f"gate_up_proj is only partly quantized, since qweight .*: {UP}"),
-        ("awq", "qzeros", f"has no tensor {UP}.qzeros"),
         ("compressed", "weight_zero_point", f"has no tensor {UP}.weight_zero_point"),
-        ("compressed", "weight_scale", f"has no tensor {UP}.weight_scale"),
         ("fp8", "weight_scale_inv", f"{UP}.weight is stored as F8_E4M3"),
         ("fp8", "weight", f"has no tensor {UP}.weight"),
     ],
@@ -651,9 +608,7 @@ AUTO_AWQ = dict(w_bit=4, q_group_size=32, zero_point=True, version="GEMM")
     [
         ("gptq", "quantize_config.json", AUTO_GPTQ),
         ("gptq v2", "quantize_config.json", AUTO_GPTQ | dict(checkpoint_format="gptq_v2")),
-        ("awq", "quantize_config.json", FORMATS["awq"][0]),
         ("awq", "quant_config.json", AUTO_AWQ),
-        ("awq", "quant_config.json", FORMATS["awq"][0]),
         ("compressed", "compression_config", FORMATS["compressed"][0]),
     ],
 )

@@ -40,13 +40,11 @@ def reject(complaint, directory, **options):
         ("qwen3", {UP: None}, f"missing tensors: {UP}"),
         ("qwen3", {"extra": ones(2)}, "unexpected tensors: extra in model.safetensors"),
         ("qwen3", {UP: ones(3, 4)}, rf"{UP} has shape \[3, 4\], the model needs \[48, 32\]"),
-        ("qwen3", {UP: torch.tensor(1.0)}, rf"{UP} has shape \[\]"),
         ("qwen3", {UP: ones(48, 32).bool()}, f"model.safetensors: .*{UP} is stored as BOOL"),
         ("qwen3", {UP: ones(48, 32).to(torch.float8_e4m3fn)}, f"{UP} is stored as F8_E4M3"),
         ("qwen3", {"lm_head.weight": ones(97, 32)}, "lm_head.weight differs"),
         ("qwen3", {f"{FREQUENCIES}.weight": ones(8)}, f"unexpected.*: {FREQUENCIES}.weight"),
         ("opt", {POSITIONS: ones(258, 32)}, f"repeated tensors: .*{POSITIONS}"),
-        ("opt", {f"model.{POSITIONS}": ones(256, 32)}, r"has shape \[256, 32\].* \[258, 32\]"),
         ("qwen3-moe", {f"{EXPERTS}.3.up_proj.weight": None}, "missing .*experts.3.up_proj"),
         ("qwen3-moe", {f"{EXPERTS}.8.up_proj.weight": ones(24, 32)}, "unexpected .*experts.8"),
     ],
@@ -71,12 +69,10 @@ def test_tensors_that_do_not_fit(tmp_path, family, changes, complaint):
     [
         ("qwen3", {"num_hidden_layers": 3, "layer_types": None}, "missing tensors: model.layers.2"),
         ("opt", {"enable_bias": False}, "unexpected.*k_proj.bias"),
-        ("opt", {"layer_norm_elementwise_affine": False}, "unexpected.*layer_norm.bias"),
         ("opt", {"do_layer_norm_before": False}, "unexpected.*decoder.final_layer_norm"),
         ("opt-350m", {"word_embed_proj_dim": 32}, r"embed_tokens.weight has shape \[97, 24\]"),
         ("opt", {"tie_word_embeddings": False}, "missing tensors: lm_head.weight"),
         ("qwen3-moe", {"num_local_experts": 5}, r"gate.weight has shape \[8, 32\]"),
-        ("qwen3-moe", {"moe_intermediate_size": 16}, r"shape \[24, 32\], .* \[16, 32\]"),
         ("qwen3-moe", {"mlp_only_layers": [0]}, "missing tensors: .*layers.0.mlp.gate_proj"),
     ],
 )
@@ -99,15 +95,6 @@ def test_harmless_copies_are_accepted(checkpoint):
 
     edit_weights(checkpoint, edit)
     assert generate_ids(load(checkpoint), [[5, 6, 7]], greedy(8)) == expected
-
-
-def test_names_can_lack_the_prefix(tmp_path):
-    """The tensors of OPT 350m, 6.7b, 13b and 30b begin with "decoder.", not "model.decoder."."""
-    oracle = make_family(tmp_path, "opt")
-    path = tmp_path / "model.safetensors"
-    save_file({key.removeprefix("model."): w for key, w in load_file(path).items()}, path)
-    prompt = random_prompt(0, 9)
-    assert generate_ids(load(tmp_path), [prompt], greedy(12)) == [oracle(prompt, 12)]
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,12 @@
 """The engine's calls, alone and mixed at random: generate, stream, add_request, step and abort."""
 
 from collections import OrderedDict
-from itertools import islice
 
 import pytest
 import torch
 from conftest import check_invariants, generate_ids, greedy, random_prompt
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import SamplingParams
 from nanovllm.engine.scheduler import POLICIES, Scheduler
 
 GREEDY = greedy(6)
@@ -173,56 +170,3 @@ def test_lanes_are_as_many_as_can_run(make_llm):
     llm = make_llm(max_num_seqs=10**9)
     assert llm.scheduler.max_num_seqs == llm.stats["num_blocks"]
     assert len(generate_ids(llm, [[1]] * 90, greedy(2))) == 90
-
-
-ACTIONS = ["add", "add", "step", "step", "abort", "generate", "stream"]
-
-
-@given(data=st.data())
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-def test_random_life(tiny, data):
-    """The pool is small, so that requests are preempted."""
-    draw = data.draw
-    block_size = draw(st.sampled_from([2, 4, 6]))
-    llm = LLM(
-        tiny[0],
-        kvcache_block_size=block_size,
-        num_kvcache_blocks=24 // block_size,
-        max_num_batched_tokens=draw(st.sampled_from([24, 30, 64])),
-        max_num_seqs=draw(st.integers(1, 5)),
-        enable_chunked_prefill=draw(st.booleans()),
-        enable_prefix_caching=draw(st.booleans()),
-        num_speculative_tokens=draw(st.sampled_from([0, 3])),
-    )
-    prompts = {}
-    outputs = {}
-
-    def step():
-        outputs.update((output["request_id"], output) for output in llm.step())
-        check_invariants(llm)
-
-    for action in draw(st.lists(st.sampled_from(ACTIONS), min_size=10, max_size=30)):
-        prompt = random_prompt(draw(st.integers(0, 3)), draw(st.sampled_from([1, 8, 13, 15])))
-        num_tokens = draw(st.integers(1, 8))
-        params = greedy(num_tokens)
-        if action == "add":
-            prompts[llm.add_request(prompt, params)] = prompt
-        elif action == "step":
-            step()
-        elif action == "abort":
-            llm.abort(draw(st.integers(0, 30)))
-        elif action == "generate":
-            assert generate_ids(llm, prompt, params) == [tiny[1](prompt, num_tokens)]
-        else:
-            for output in islice(llm.stream(prompt, greedy(9)), num_tokens):
-                assert output["request_id"] not in prompts
-        check_invariants(llm)
-    for _ in range(1000):
-        step()
-        if llm.is_finished():
-            break
-    assert outputs.keys() == prompts.keys()
-    for request_id, output in outputs.items():
-        token_ids = output["token_ids"]
-        assert output["finish_reason"] in ("length", "abort")
-        assert token_ids == tiny[1](prompts[request_id], 8)[: len(token_ids)]

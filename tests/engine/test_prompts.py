@@ -51,13 +51,10 @@ def test_a_prompt_is_a_text_or_token_ids(demo):
     [
         ([[]], "at least one token"),
         ([[1, 2], [1, VOCAB_SIZE]], f"{VOCAB_SIZE}"),
-        ([[1, -1]], "-1"),
         ([[1, "a"]], "'str' object cannot be interpreted as an integer"),
         # Arrays have __index__, which raises.
         ([[1, 2], [torch.tensor(1.5)]], "only integer .* index"),
-        ([[1, 2], [np.array([1, 2])]], "only integer .* index"),
         ([[1, 2], None], "None"),
-        (None, "None"),
         ([[1] * 39, [1] * 40], "max_model_len=40"),
         (["text"], "no tokenizer"),
     ],
@@ -105,36 +102,20 @@ def test_text_parts_of_a_message_are_joined(demo):
     assert demo.encode_chats([ask(parts)]) == demo.encode_chats([ask("What is\n12 + 30?")])
 
 
-def test_a_refusal_of_the_assistant_is_its_text(demo):
-    parts = [{"type": "text", "text": "Sorry."}, {"type": "refusal", "refusal": "I can't."}]
-    chats = []
-    for content in (parts, "Sorry.\nI can't."):
-        chats.append([*ask(TEXT), {"role": "assistant", "content": content}, *ask(TEXT)])
-    assert demo.encode_chats(chats[:1]) == demo.encode_chats(chats[1:])
-
-
 @pytest.mark.parametrize(
     "messages, complaint",
     [
         ("hi", "messages must be"),
-        ([[]], "messages must be a list of dicts, not []"),
-        ([*ask(TEXT), "x"], "messages[1] must be"),
         ([{"content": TEXT}], "messages[0].role must be one of"),
-        ([{"role": None, "content": TEXT}], "messages[0].role"),
         ([{"role": "user"}], "messages[0].content must be a str or a list of parts, not None"),
-        ([{"role": "system", "content": None}], "messages[0].content"),
         (ask(12), "messages[0].content"),
-        (ask([]), "messages[0].content"),
         (ask([{"type": "image_url", "image_url": {"url": "x" * 10000}}]), "not 'image_url'"),
         (ask([{"type": "refusal", "refusal": "no"}]), "messages[0].content[0].type"),
         (
             [{"role": "assistant", "content": [{"type": "refusal", "text": "no"}]}],
             "messages[0].content[0].refusal must be a str, not None",
         ),
-        (ask(["text"]), "messages[0].content[0] must be a dict"),
-        (ask([{"type": "text", "text": None}]), "messages[0].content[0].text"),
         (ask([{"type": "text", "text": HALF_EMOJI}]), "surrogates not allowed"),
-        ([{"role": "assistant", "tool_calls": 0}], "messages[0].tool_calls must be a list of"),
         ([{"role": "assistant", "tool_calls": [{}]}], "messages[0].tool_calls[0].type must be"),
         (call_tool(name=None), "messages[0].tool_calls[0].function.name"),
         (call_tool(arguments=[3]), "function.arguments must be JSON of an object, not [3]"),
@@ -245,9 +226,7 @@ def test_invalid_options_of_a_chat_are_named(demo, options, complaint):
     "tools, complaint",
     [
         ("add", "tools must be a list of dicts"),
-        (["add"], r"tools\[0\] must be a dict"),
         ([TOOL, {}], r"tools\[1\].type must be 'function'"),
-        ([{"type": "function"}], r"tools\[0\].function must be a dict"),
         ([{"type": "function", "function": {"name": "two words"}}], r"tools\[0\].function.name"),
         (
             [{**TOOL, "function": {"name": "a", "parameters": []}}],
@@ -299,11 +278,6 @@ def test_a_lone_surrogate_is_rejected(demo):
     for call in (demo.generate, demo.add_request):
         with pytest.raises(ValueError, match="surrogates not allowed"):
             call(HALF_EMOJI)
-
-
-def test_chat_needs_a_tokenizer(make_llm):
-    with pytest.raises(ValueError, match="no tokenizer"):
-        make_llm().chat(ask(TEXT))
 
 
 def test_a_failing_chat_template_is_a_value_error(demo, monkeypatch):

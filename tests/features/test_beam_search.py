@@ -4,8 +4,7 @@ import pytest
 import torch
 from conftest import make_checkpoint
 
-from nanovllm import LLM, SamplingParams
-from nanovllm.features.beam_search import Beam, BeamSearch, make_outputs
+from nanovllm import LLM
 
 EOS = 5
 
@@ -79,18 +78,6 @@ def test_beams_share_their_past(beams):
     before = count_computed()
     llm.beam_search([7] * 40, 4, 12, ignore_eos=True)
     assert count_computed() - before <= 40 + 4 * 12 * 4
-
-
-def test_the_tokens_of_a_beam_are_committed(beams):
-    llm, _ = beams
-    (prompt,) = llm.prepare_prompts([[3]], SamplingParams(logprobs=0))
-    search = BeamSearch(prompt, 2, 2, 1.0, frozenset())
-    search.finished = [Beam([5, 6], [{5: -1.0}, {6: -0.5}], -1.5, "length")]
-    requests = llm.input_processor.make_requests([prompt], frozenset(), {})
-    outputs = make_outputs(search, lambda *_, **options: requests)
-    assert outputs[0]["cumulative_logprob"] == -1.5
-    requests[0].roll_back()
-    assert requests[0].output() == outputs[0]
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,9 @@
 
 import pytest
 import torch
-from conftest import check_invariants, find_feature, generate_ids, greedy, random_prompt
+from conftest import check_invariants, generate_ids, greedy, random_prompt
 
 from nanovllm import SamplingParams
-from nanovllm.features.speculation.costs import StepCosts
-from nanovllm.features.speculation.drafts import Drafts
 
 PROMPTS = [random_prompt(length, length) for length in (1, 2, 9, 23, 40)]
 LONGEST = PROMPTS[-1]
@@ -61,16 +59,6 @@ def test_they_match_transformers(tiny, make_llm, check, options):
             assert llm.stats["num_preemptions"] > 0
 
 
-def test_a_scored_request_can_have_drafts(tiny, make_llm, check):
-    _, oracle = tiny
-    llm = make_llm(num_speculative_tokens=3, max_num_seqs=4)
-    find_feature(llm, Drafts).costs = StepCosts(1.0, 1.0, per_token=0.0)
-    (output,) = llm.generate([60], SCORING, use_tqdm=False)
-    assert llm.stats["num_draft_tokens"] > 0
-    assert output["token_ids"] == oracle([60], 6)
-    check(output)
-
-
 def test_a_preempted_sequence_keeps_its_scores(make_llm, check):
     """It then reuses its own blocks up to the first prompt token that is not scored."""
     llm = make_llm(max_num_batched_tokens=10)
@@ -101,17 +89,6 @@ def test_a_step_computes_no_more_rows_of_logits_at_once_than_the_profile_run(mak
     generate_ids(llm, LONGEST, SCORING)
     assert sum(sizes) >= len(LONGEST)
     assert max(sizes) == 4
-
-
-def test_every_sample_and_every_streamed_output_has_them(make_llm, check):
-    llm = make_llm()
-    params = SamplingParams(n=2, max_tokens=2, prompt_logprobs=0)
-    outputs = llm.generate(PROMPTS[2], params, use_tqdm=False)
-    assert len(outputs) == 2
-    for output in outputs:
-        check(output, num_top=0)
-    for output in llm.stream(PROMPTS[2], SCORING):
-        check(output)
 
 
 def test_invalid_numbers_are_rejected():

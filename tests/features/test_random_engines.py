@@ -15,7 +15,7 @@ from graph_helpers import replay_on_the_cpu
 from random_calls import Calls
 from random_engines import Case, Models
 
-NUM_CASES = 40
+NUM_CASES = 24
 
 
 @pytest.fixture(scope="module")

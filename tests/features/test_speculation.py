@@ -2,7 +2,6 @@
 
 import timeit
 from functools import partial
-from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +11,6 @@ from conftest import (
     check_invariants,
     find_feature,
     finish_step,
-    make_batch,
     make_checkpoint,
     make_shape,
     random_prompt,
@@ -21,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import Qwen3Config, Qwen3MoeConfig
 
-from nanovllm import DEMO_MODEL, LLM, SamplingParams, trace
+from nanovllm import SamplingParams, trace
 from nanovllm.config import MAX_DRAFT_STEP, Config
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.scheduler import PrefillFirstScheduler, Scheduler
@@ -216,13 +214,9 @@ needs_cpp = pytest.mark.skipif(
 @pytest.mark.parametrize(
     "checkpoint, options",
     [
-        (MOE, {}),
-        (MOE, {"enable_kernels": False, "enable_prefix_caching": False}),
         (QWEN3, {"num_kvcache_blocks": 16, "max_num_batched_tokens": 24}),
         (QWEN3, {"enable_chunked_prefill": False, "kvcache_block_size": 5}),
         (QWEN3, {"tensor_parallel_size": 2}),
-        pytest.param(QWEN3, {"dtype": "bfloat16"}, marks=needs_cpp),
-        pytest.param(QWEN3, {"dtype": "bfloat16", "quantization": "int4"}, marks=needs_cpp),
         pytest.param(MOE, {"dtype": "bfloat16", "quantization": "int4"}, marks=needs_cpp),
     ],
     ids=str,
@@ -256,32 +250,10 @@ def test_drafts_change_no_token(tmp_path, make_llm, checkpoint, options):
     num_draft = stats["num_draft_tokens"]
     num_accepted = stats["num_accepted_tokens"]
     assert sum(len(work.get("draft_token_ids", [])) for work in works) == num_draft
+    assert sum(work.get("num_accepted_tokens", 0) for work in works) == num_accepted
     num_committed = stats["num_prefill_tokens"] + stats["num_decode_tokens"]
     num_computed = sum(step.info["num_tokens"] for step in steps)
     assert num_computed == num_committed + num_draft - num_accepted
-
-
-def test_a_sequence_can_end_within_an_accepted_draft():
-    """Nothing after a stop string, EOS or max_tokens is reported, and text is append-only."""
-    make = partial(LLM, DEMO_MODEL, dtype="float32", num_kvcache_blocks=64, max_num_seqs=4)
-    plain = make()
-    llm = make(num_speculative_tokens=6)
-    params = partial(SamplingParams, temperature=0.0, max_tokens=40)
-    messages = [{"role": "user", "content": "Count from 3 to 9."}]
-    whole = plain.chat(messages, params(ignore_eos=True), use_tqdm=False)
-    prompt = whole[0]["prompt_token_ids"]
-    foresee(llm, whole)
-    text = whole[0]["text"]
-    for each in (
-        params(stop=[text[9:12]]),
-        params(stop=[text[4:6], text[8:10]], min_tokens=4),
-        params(),
-    ):
-        outputs = list(llm.stream(prompt, each))
-        assert_same(outputs[-1:], plain.generate(prompt, each, use_tqdm=False))
-        for earlier, later in pairwise(outputs):
-            assert later["text"].startswith(earlier["text"])
-    assert llm.stats["num_accepted_tokens"] > 20
 
 
 # --- proposals
@@ -397,17 +369,3 @@ def test_the_backend_limits_drafts(make_llm, monkeypatch):
     monkeypatch.setattr(torch_backend, "MAX_DRAFT_LEN", 3)
     llm = make_llm(device="cpu", attention_backend="torch", num_speculative_tokens=100)
     assert find_feature(llm, Drafts).max_draft_len == 3
-
-
-@needs_cpp
-def test_a_short_query_is_computed_like_decodes():
-    """Results are bitwise identical, across the splits of a context."""
-    torch.manual_seed(0)
-    kv_cache = torch.randn(2, 300, 4, 2, 32).bfloat16()
-    table = torch.randperm(300).int()
-    length = 1 + cpp.MAX_DRAFT_LEN
-    query = torch.randn(length, 4, 32).bfloat16()
-    shape = make_shape(4, 2, 32)
-    together = cpp.attend(query, kv_cache, make_batch([length], [700], table[None]), shape)
-    decodes = make_batch([1] * length, range(701 - length, 701), table.repeat(length, 1))
-    assert torch.equal(together, cpp.attend(query, kv_cache, decodes, shape))

@@ -40,49 +40,28 @@ TREE = {
     },
 }
 SCHEMAS = [
-    {"type": "null"},
     {"type": "boolean"},
-    {"type": "integer"},
     {"type": "integer", "minimum": -5, "maximum": 99},
-    {"type": "integer", "exclusiveMinimum": 10, "exclusiveMaximum": 13},
     {"type": "integer", "multipleOf": 7},
     {"type": "number"},
-    {"type": "number", "minimum": 0, "maximum": 1},
-    {"type": "number", "exclusiveMinimum": -2.5},
     {"type": ["integer", "null"]},
-    {"type": ["boolean", "string"], "maxLength": 3},
-    SHORT,
     {"type": "string", "minLength": 3, "maxLength": 5},
     {"type": "string", "pattern": "^[a-c]+x$", "maxLength": 20},
-    {"type": "string", "pattern": "^(19|20)[0-9]{2}-(0[1-9]|1[0-2])$"},
     {"type": "string", "format": "date"},
-    {"type": "string", "format": "time"},
     {"type": "string", "format": "date-time"},
-    {"type": "string", "format": "uuid"},
-    {"type": "string", "format": "ipv4"},
-    {"enum": ["red", "green", "blue"]},
     {"enum": [1, "two", None, True, [3], {"four": 5}]},
     {"enum": ["é", "日本", '"quoted"', "back\\slash", "line\nbreak", "😀"]},
-    {"const": "fixed"},
     {"const": {"a": [1, {"b": None}]}},
     {"type": "array", "items": {"type": "integer"}, "maxItems": 3},
-    {"type": "array", "items": {"enum": ["x", "y"]}, "minItems": 2, "maxItems": 4},
     {"type": "array", "prefixItems": [{"type": "boolean"}, {"const": 1}], "items": False},
-    {"type": "array", "items": {"type": "array", "items": {"type": "null"}, "maxItems": 2}},
-    PAIR,
     {"type": "array", "items": PAIR, "maxItems": 2},
-    {**PAIR, "required": ["a", "b"]},
     {**PAIR, "additionalProperties": {"type": "null"}},
-    {"type": "object", "properties": {}, "additionalProperties": False},
     {"type": "object", "properties": {"p": PAIR}, "required": ["p"], "additionalProperties": False},
     {"type": "object", "patternProperties": {"^k[0-9]$": SHORT}, "additionalProperties": False},
     {"anyOf": [{"type": "boolean"}, {"type": "integer", "minimum": 0, "maximum": 9}]},
-    {"anyOf": [PAIR, {"type": "null"}]},
-    {"oneOf": [{"type": "boolean"}, {"type": "null"}]},
     {"allOf": [{"type": "integer", "minimum": 0}, {"maximum": 20}]},
     {"allOf": [PAIR, {"required": ["b"]}]},
     TREE,
-    {"$ref": "#/definitions/pair", "definitions": {"pair": PAIR}},
 ]
 REGEX = "[a-c]{2,4}-[0-9]+x"
 GRAMMAR = 'start: "(" start ")" | NUMBER\nNUMBER: /[0-9]{1,3}/'
@@ -147,7 +126,7 @@ def expected(llm):
 def test_json_validates(make, monkeypatch, model):
     """At temperature 1, in small chunks, with preemptions."""
     options = {"model": DEMO_MODEL} if model == "demo" else {}
-    llm = make(num_kvcache_blocks=64, max_num_batched_tokens=24, max_num_seqs=16, **options)
+    llm = make(num_kvcache_blocks=40, max_num_batched_tokens=24, max_num_seqs=16, **options)
     monkeypatch.setattr(grammars, "check_in_process", lambda _: None)  # saves its time
     params = [
         SamplingParams(
@@ -179,14 +158,8 @@ def test_a_constraint_that_the_text_meets_changes_no_token(make, regex):
     assert constrained["token_ids"] == free["token_ids"][: len(constrained["token_ids"])]
 
 
-def test_json_object(llm):
-    output = run(llm, {"json_object": True}, max_tokens=240)
-    assert output["finish_reason"] == "length" or isinstance(json.loads(output["text"]), dict)
-    assert output["text"].startswith("{")
-
-
 def test_regex_choice_and_grammar(llm):
-    choice = ["red", 'a "b"', "line\nbreak", "é日😀"]
+    choice = ["", "red", 'a "b"', "line\nbreak", "é日😀"]
     for seed in range(8):
         output = run(llm, {"regex": REGEX}, seed=seed)
         assert re.fullmatch(REGEX, output["text"]) and output["finish_reason"] == "stop"
@@ -200,12 +173,6 @@ def test_regex_choice_and_grammar(llm):
     assert output["text"] in many and output["finish_reason"] == "stop"
     texts = {run(llm, {"choice": choice}, seed=seed)["text"] for seed in range(40)}
     assert len(texts) > 1
-
-
-def test_a_choice_can_be_empty(llm):
-    assert run(llm, {"choice": [""]})["text"] == ""
-    texts = {run(llm, {"choice": ["q", ""]}, seed=seed)["text"] for seed in range(20)}
-    assert texts == {"", "q"}
 
 
 def test_end_of_the_grammar_ends_the_text_without_eos(llm):
@@ -265,27 +232,12 @@ def test_stop_token_that_alone_may_come_before_min_tokens(llm):
     assert output["token_ids"] == [token]
 
 
-def test_stop_strings(llm):
-    output = run(llm, {"regex": "[a-c]{20}"}, stop=["b"])
-    assert re.fullmatch("[ac]*", output["text"])
-    assert output["finish_reason"] == "stop"
-
-
 def test_filters_and_penalties_leave_a_token(llm):
     settings = {"top_k": 1, "top_p": 1e-9, "min_p": 1.0, "repetition_penalty": 1e6}
     settings |= {"presence_penalty": 2.0, "logit_bias": {i: -100.0 for i in range(700)}}
     for temperature in (0.0, 1.0):
         output = run(llm, {"regex": "[ab]{30}"}, temperature=temperature, **settings)
         assert re.fullmatch("[ab]{30}", output["text"])
-
-
-def test_logprobs_are_the_models_own(llm):
-    output = run(llm, {"regex": REGEX}, logprobs=3)
-    whole = output["prompt_token_ids"] + output["token_ids"]
-    params = SamplingParams(max_tokens=1, prompt_logprobs=3)
-    scores = llm.generate(whole, params, use_tqdm=False)[0]["prompt_logprobs"]
-    for entry, score in zip(output["logprobs"], scores[len(output["prompt_token_ids"]) :]):
-        assert entry == pytest.approx(score, abs=1e-4)
 
 
 # --- The same tokens, whatever the engine does
@@ -303,12 +255,9 @@ def test_samples_of_a_batch(llm, expected):
 @pytest.mark.parametrize(
     "options",
     [
-        {"num_kvcache_blocks": 40},
         {"num_kvcache_blocks": 40, "enable_chunked_prefill": False},
         {"max_num_batched_tokens": 5},
-        {"max_num_seqs": 2, "enable_kernels": False},
         {"tensor_parallel_size": 2},
-        {"num_speculative_tokens": 4},
         {"num_speculative_tokens": 4, "num_kvcache_blocks": 40},
     ],
     ids=str,
@@ -339,7 +288,7 @@ def test_drafts_are_verified_with_the_grammar(make):
     assert 0 < drafting.stats["num_accepted_tokens"] < drafting.stats["num_draft_tokens"]
 
 
-@pytest.mark.parametrize("step", [0, 1, 3, 6])
+@pytest.mark.parametrize("step", [1, 6])
 def test_interrupted_steps_are_rolled_back(make, expected, monkeypatch, step):
     llm = make()
     prompts, params = mixed_batch()
@@ -362,26 +311,14 @@ def raise_interrupt(*_):
     raise KeyboardInterrupt
 
 
-def test_allowed_tokens_can_be_listed(llm):
-    llm.add_request("a", SamplingParams(structured_outputs={"choice": ["q", "z"]}))
-    ((request,),) = llm.requests.values()
-    allowed = structured.list_tokens(structured.compute_mask(request.constraints[0].matcher))
-    texts = [llm.tokenizer.decode([token]) for token in allowed]
-    assert sorted(texts) == ["q", "z"]
-    llm.step()
-
-
 # --- Hostile and invalid grammars
 
-DEEP = {f"a{i}": {"type": "array", "items": {"$ref": f"#/$defs/a{i + 1}"}} for i in range(3000)}
 DEEP_DICT: dict = {}
 for _ in range(5000):
     DEEP_DICT = {"items": DEEP_DICT}
 HOSTILE = {
     "deep dict": {"json": DEEP_DICT},
-    "deep references": {"json": {"$ref": "#/$defs/a0", "$defs": {**DEEP, "a3000": {}}}},
     "deep rules": {"grammar": "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(9000))},
-    "deep nesting": {"json": '{"items":' * 5000 + "{}" + "}" * 5000},
     "deep regex": {"regex": "(" * 20000 + "a" + ")" * 20000},
     "endless compilation": {
         "grammar": "start: A\nA: " + " & ".join(f"/.*a.{{{i}}}b.*/" for i in range(10, 40))
@@ -398,8 +335,6 @@ HOSTILE = {
     "many values": {"json": {"enum": [f"v{i * i}" for i in range(100_000)]}},
     "references in a circle": {"json": {"$ref": "#"}},
     "nested repetition": {"regex": "((a{1,100}){1,100}){1,1000000}"},
-    "optional characters": {"regex": "a?" * 2000},
-    "many items": {"json": {"type": "array", "items": {"type": "null"}, "maxItems": 10**9}},
     "ambiguity": {"grammar": 'start: s\ns: s s s | s s | "a" | '},
     "letters": {"regex": r"(\p{L}{1,500}\p{N}?){1,200}"},
 }
@@ -465,24 +400,6 @@ def test_large_objects_do_not_exceed_limits(llm):
     assert run(llm, {"json": make_object(500)}, max_tokens=9)["finish_reason"] == "length"
 
 
-def test_a_draft_token_that_exceeds_limits_leaves_the_request_as_it_was(llm, monkeypatch):
-    monkeypatch.setitem(grammars.LIMITS, "max_items_in_row", 200)
-    schema = {"properties": {"a": make_object(100), "b": {}}, "additionalProperties": False}
-    params = SamplingParams(structured_outputs={"json": schema})
-    with llm.queued(llm.prepare_prompts("x", params), {}) as [request]:
-        (constraint,) = request.constraints
-        expected = constraint.compute_masks(request, num_rows=1)
-        draft = llm.tokenizer.encode('{"a": {', add_special_tokens=False)
-        request.token_ids += draft
-        masks = constraint.compute_masks(request, num_rows=len(draft) + 1)
-        assert not masks[-1].any(), "a limit is exceeded"
-        assert (masks[0] == expected[0]).all()
-        del request.token_ids[-len(draft) :]
-        (mask,) = constraint.compute_masks(request, num_rows=1)
-        assert (mask == expected[0]).all()
-        llm.abort(request.seq_id)
-
-
 def test_without_eos_no_token_ends_a_text(llm):
     feature = grammars.StructuredOutputs()
     feature.tokenizer = llm.tokenizer
@@ -507,18 +424,11 @@ def test_token_that_the_grammar_forbids_is_an_error(llm, monkeypatch):
     "kind",
     [
         {"json": {"type": "foo", "title": 10**5 * "x"}},
-        {"json": "{"},
         {"json": {"type": "string", "minLength": 3, "maxLength": 2}},
-        {"json": {"not": {}}},
         {"json": {**PAIR, "maxProperties": 1}},  # not supported
-        {"json": {"x": {1, 2}}},
         {"json": {"enum": [float("nan")]}},
-        {"json": "\ud800"},
-        {"regex": "("},
         {"regex": r"[^\s\S]"},
         {"regex": "\ud800"},
-        {"grammar": "no rules"},
-        {"choice": ["\ud800"]},
     ],
     ids=ascii,
 )
@@ -527,13 +437,6 @@ def test_invalid_grammar_is_rejected(llm, kind):
         run(llm, kind)
     assert len(str(caught.value)) < 400
     assert not llm.requests
-
-
-def test_an_error_names_the_line_of_the_grammar(llm):
-    with pytest.raises(ValueError, match=r'at 2\(4\): unknown name: "c"'):
-        run(llm, {"grammar": 'start: "a" b\nb: c'})
-    with pytest.raises(ValueError, match=r"structured_outputs: pattern '\(': a group is unclosed$"):
-        run(llm, {"regex": "("})
 
 
 def test_missing_package_and_missing_tokenizer(tiny, make, llm, monkeypatch):

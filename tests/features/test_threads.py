@@ -150,31 +150,6 @@ def test_threads_share_steps(expected, make_llm):
     assert steps.call_count < 4 * 20 * 6, "as many as without sharing"
 
 
-def test_step_reports_no_request_of_another_thread(expected, make_llm):
-    llm = make_llm()
-    stop = threading.Event()
-
-    def generate():
-        while not stop.is_set():
-            assert generate_ids(llm, PROMPTS[3], GREEDY) == expected[3:]
-
-    with ThreadPoolExecutor() as pool:
-        future = pool.submit(generate)
-        try:
-            for _ in range(10):
-                ids = [llm.add_request(prompt, GREEDY) for prompt in PROMPTS[:3]]
-                last = {}
-                while len(last) < 3 or last[ids[2]]["finish_reason"] is None:
-                    last.update((output["request_id"], output) for output in llm.step())
-                assert list(last) == ids
-                assert [last[i]["token_ids"] for i in ids] == expected[:3]
-        finally:
-            stop.set()
-        future.result(60)
-    assert llm.is_finished()
-    assert llm.step() == []
-
-
 def test_a_signal_handler_aborts_while_its_thread_waits(make_llm):
     """The abort returns at once, and takes effect after the other thread's step."""
     llm = make_llm()

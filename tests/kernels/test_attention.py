@@ -21,7 +21,6 @@ from conftest import (
     make_shape,
 )
 from kernel_helpers import (
-    ATTENTION_TOLERANCE,
     BATCHES,
     CPU,
     DTYPES,
@@ -36,7 +35,6 @@ from kernel_helpers import (
 from nanovllm.backends import BACKENDS
 from nanovllm.kernels.attention_check import check_backend
 from nanovllm.kernels.cpu import attention as cpp_backend
-from nanovllm.kernels.select import select_backend
 from nanovllm.layers import attention as torch_backend
 
 # num_heads, num_kv_heads, head_dim
@@ -163,45 +161,6 @@ def test_store_kvcache_writes_its_slots_and_no_others(name, dtype, num_kv_heads,
     load_backend(name).store_kvcache(key, value, buffer[1:], slots)
     exact = {"rtol": 0, "atol": 0, "equal_nan": True}
     torch.testing.assert_close(buffer.flatten(1, 2), expected, **exact)
-
-
-@pytest.mark.parametrize("name", [name for name, device in TEST_DEVICES.items() if device])
-def test_every_shape_of_a_model_is_asked_for(monkeypatch, name):
-    backend = load_backend(name)
-    asked = []
-
-    def reason_unavailable(device, dtype, shape, block_size):
-        asked.append(shape)
-
-    monkeypatch.setattr(backend, "reason_unavailable", reason_unavailable)
-    shapes = [make_shape(), make_shape(window=4)]
-    select_backend(name, CPU, torch.float32, shapes, None)
-    assert asked == shapes
-
-
-@needs_compiler
-@pytest.mark.parametrize(
-    "dtype, heads, window, scale",
-    cover_pairs(
-        DTYPES,
-        [(8, 1, 16), (6, 2, 80), (2, 2, 128), (4, 1, 256)],
-        [1, 20, 190, 256, 260, 512],
-        [SCALE, 1.3],
-    ),
-    ids=str,
-)
-def test_cpp_backend_attends_to_contexts_many_windows_long(dtype, heads, window, scale):
-    """Windows begin anywhere in a tile or split, and some rows attend to no token of a tile."""
-    lengths = ([1, 700, 300, 5, 33], [1500, 700, 900, 1111, 290])
-    query, kv_cache, batch = make_step(lengths, heads, 16, dtype, window=window)
-    query = (query * SCALE / scale).to(dtype)
-    shape = make_shape(*heads, scale, window)
-    # The kernel's memory then holds NaN, which must not be added to.
-    cpp_backend.attend(torch.full_like(query, torch.nan), kv_cache, batch, shape)
-    output = cpp_backend.attend(query, kv_cache, batch, shape)
-    expected = torch_backend.attend(query.float(), kv_cache.float(), batch, shape)
-    limit = ATTENTION_TOLERANCE[dtype]
-    torch.testing.assert_close(output.float(), expected, atol=limit, rtol=limit)
 
 
 @needs_compiler

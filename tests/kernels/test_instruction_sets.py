@@ -74,9 +74,9 @@ def dtype(request):
         function.cache_clear()
 
 
-@pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize(
-    "in_features, out_features", [(2, 1), (30, 64), (64, 100), (320, 16), (4096, 130)]
+    "in_features, out_features, has_bias",
+    [(2, 1, True), (30, 64, False), (64, 100, True), (320, 16, False), (4096, 130, True)],
 )
 def test_prepacked_weight_multiplies_like_a_linear_layer(
     in_features, out_features, has_bias, dtype

@@ -26,7 +26,6 @@ from nanovllm.checkpoints.checkpoint import read_config
 from nanovllm.features.speculation.costs import StepCosts
 from nanovllm.features.speculation.drafts import Drafts
 from nanovllm.layers import attention
-from nanovllm.layers.rotary import RopeSpec
 from nanovllm.models.architectures import read_spec
 
 POOL = {"num_kvcache_blocks": 200, "kvcache_block_size": 4}
@@ -153,83 +152,6 @@ def test_checkpoints_of_models_with_images(tmp_path, renaming, head):
     assert len(llm.executor.worker.kv_caches) == GEMMA3["num_hidden_layers"]
 
 
-# What config.json of released models says. That of 27B has only what differs from the defaults.
-SCALING = {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
-SMALL = dict(
-    head_dim=256,
-    num_attention_heads=4,
-    num_key_value_heads=1,
-    max_position_embeddings=32768,
-    query_pre_attn_scalar=256,
-    sliding_window=512,
-    rope_theta=1000000,
-    rope_local_base_freq=10000,
-    rope_scaling=None,
-    vocab_size=262144,
-    attn_logit_softcapping=None,
-    final_logit_softcapping=None,
-    hidden_activation="gelu_pytorch_tanh",
-)
-RELEASED = {
-    "1b": dict(
-        SMALL,
-        hidden_size=1152,
-        intermediate_size=6912,
-        num_hidden_layers=26,
-        sliding_window_pattern=6,
-        cache_implementation="hybrid",
-    ),
-    "27b": dict(
-        SCALING,
-        hidden_size=5376,
-        intermediate_size=21504,
-        num_hidden_layers=62,
-        num_attention_heads=32,
-        num_key_value_heads=16,
-        head_dim=128,
-        query_pre_attn_scalar=168,
-        sliding_window=1024,
-    ),
-}
-
-
-@pytest.mark.parametrize(
-    "name, heads, scale, scaling, max_len, vocab_size",
-    [
-        ("1b", (4, 1, 256), 1 / 16, 1, 32768, 262144),
-        ("27b", (32, 16, 128), 168**-0.5, 8, 131072, 262208),
-    ],
-)
-def test_released_configs(tmp_path, name, heads, scale, scaling, max_len, vocab_size):
-    released = dict(RELEASED[name], model_type="gemma3_text")
-    config = dict(released, architectures=["Gemma3ForCausalLM"])
-    if "rope_scaling" in released and released["rope_scaling"] is not None:
-        config = {
-            "architectures": ["Gemma3ForConditionalGeneration"],
-            "model_type": "gemma3",
-            "text_config": released,
-            "vision_config": {"model_type": "siglip_vision_model"},
-        }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    spec = read_spec(read_config(tmp_path), torch.bfloat16, num_ranks=1)
-    window = released["sliding_window"]
-    shapes = [spec.attention_shape(layer) for layer in range(spec.num_layers)]
-    for layer, shape in enumerate(shapes):
-        is_full = (layer + 1) % 6 == 0
-        assert shape.window == (None if is_full else window)
-        assert (shape.num_heads, shape.num_kv_heads, shape.head_dim) == heads
-        assert shape.scale == scale
-        rope = spec.ropes[spec.rope_indices[layer]]
-        base = RopeSpec.from_base(1e6 if is_full else 1e4, shape.head_dim)
-        factor = scaling if is_full else 1
-        assert rope.inv_freq == tuple(value / factor for value in base.inv_freq)
-    assert len(shapes) == released["num_hidden_layers"]
-    assert spec.max_len == max_len
-    assert spec.vocab_size == vocab_size
-    assert spec.tie_embeddings
-    assert not (spec.qkv_bias or spec.o_bias)
-
-
 def test_defaults_of_the_window(gemma):
     """4,096 tokens on five of six layers. No window covers a context that is as short."""
     path, _ = gemma
@@ -248,16 +170,12 @@ def test_defaults_of_the_window(gemma):
     [
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping must be one of None, not 50.0"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping must be one of None"),
-        ({"use_bidirectional_attention": True}, "use_bidirectional_attention must be one of False"),
-        ({"hidden_activation": "gelu"}, "hidden_activation must be one of 'gelu_pytorch_tanh'"),
-        ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be above 0"),
         ({"layer_types": ["full_attention"] * 3}, "layer_types"),
         (
             {"rope_parameters": {**GEMMA3_ROPES, "full_attention": {"rope_type": "longrope"}}},
             "longrope",
         ),
         ({"architectures": ["Gemma3TextModel"]}, "'Gemma3TextModel' is not supported"),
-        ({"dtype": "float64"}, "float64"),
     ],
     ids=str,
 )
@@ -291,13 +209,4 @@ def test_a_feature_in_text_config_is_named(tmp_path):
     text_config = {**config["text_config"], "final_logit_softcapping": 30.0}
     edit_config(tmp_path, text_config=text_config)
     with pytest.raises(ValueError, match="final_logit_softcapping must be one of None"):
-        LLM(tmp_path, **POOL)
-
-
-@pytest.mark.parametrize("key", ["pre_feedforward_layernorm", "self_attn.q_norm", "mlp.up_proj"])
-def test_every_parameter_is_needed(tmp_path, key):
-    make_family(tmp_path, "gemma3")
-    name = f"model.layers.1.{key}.weight"
-    edit_weights(tmp_path, lambda weights: weights.pop(name))
-    with pytest.raises(ValueError, match=f"missing tensors: {name}$"):
         LLM(tmp_path, **POOL)

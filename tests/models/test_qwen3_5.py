@@ -156,19 +156,6 @@ def test_a_shared_prefix_is_computed_twice(hybrid):
         assert [output["num_cached_tokens"] for output in each] == [0, 0, 40, 40, 40, 40]
 
 
-def test_a_conversation_reuses_its_earlier_turns(hybrid):
-    path, oracle = hybrid
-    llm = make_llm(path)
-    prompt = random_prompt(0, 30)
-    cached = []
-    for turn in range(5):
-        (output,) = llm.generate(prompt, greedy(6), use_tqdm=False)
-        assert output["token_ids"] == oracle(prompt, 6)
-        cached.append(output["num_cached_tokens"])
-        prompt = prompt + output["token_ids"] + random_prompt(turn, 15)
-    assert cached == [0, 0, 32, 56, 76]  # up to the end of the turn before the last one
-
-
 def test_snapshots_are_evicted(hybrid):
     """More shared prefixes than slots, and requests that read a snapshot while it is evicted."""
     path, oracle = hybrid
@@ -375,15 +362,6 @@ def test_two_names_of_one_tensor_are_ambiguous(tmp_path):
         LLM(tmp_path, **POOL)
 
 
-@pytest.mark.parametrize("key", ["in_proj_qkv.weight", "conv1d.weight", "A_log", "norm.weight"])
-def test_every_parameter_is_needed(tmp_path, key):
-    make_checkpoint(tmp_path, **SETTINGS)
-    name = f"model.layers.1.linear_attn.{key}"
-    edit_weights(tmp_path, lambda weights: weights.pop(name))
-    with pytest.raises(ValueError, match=f"missing tensors: {name}$"):
-        LLM(tmp_path, **POOL)
-
-
 @pytest.mark.parametrize("where", ["text_config", "config", "embedding"])
 def test_dtype_and_eos_ids_are_found(tmp_path, where):
     """Some tensors are float32 in a model of bfloat16, and one of these can come first."""
@@ -430,19 +408,6 @@ def test_unsupported_configs_are_rejected(tmp_path, changes, message):
     edit_config(tmp_path, **changes)
     with pytest.raises(ValueError, match=message):
         LLM(tmp_path, **POOL)
-
-
-def test_one_layer_of_four_has_attention(hybrid):
-    """All layers with attention have one shape, which a backend is asked about once."""
-    spec = LLM(hybrid[0], **POOL).model_runner.executor.worker.spec
-    has_attention = [spec.attention_shape(layer) is not None for layer in range(4)]
-    assert has_attention == [False, False, True, False]
-    assert spec.attention_shapes == [spec.attention_shape(2)]
-
-
-def test_ranks_must_divide_the_key_heads(hybrid):
-    with pytest.raises(ValueError, match="=4 does not divide linear_num_key_heads=2"):
-        LLM(hybrid[0], **POOL, tensor_parallel_size=4)
 
 
 def test_prompts_without_a_shared_prefix_leave_no_snapshot(hybrid):

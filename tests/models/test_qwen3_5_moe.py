@@ -1,7 +1,6 @@
 """Qwen3.5-MoE and Qwen3-Next give the tokens of transformers. Checkpoints have several forms."""
 
 import json
-import shutil
 from unittest.mock import MagicMock
 
 import pytest
@@ -16,17 +15,15 @@ from conftest import (
 )
 from families import FAMILIES, make_family, stack_experts
 from safetensors.torch import load_file, save_file
-from torch.nn.functional import silu
 from transformers import AutoModelForCausalLM, Qwen3_5MoeConfig, Qwen3_5MoeForCausalLM
 
 from nanovllm import LLM
 from nanovllm.kernels.cpu.gated_delta import FastDeltaLayer
 from nanovllm.kernels.cpu.library import reason_unavailable
 from nanovllm.kernels.cpu.prepacked import PrepackedExperts
-from nanovllm.layers.quantized import QuantizedWeight, Scheme
+from nanovllm.layers.quantized import QuantizedWeight
 from nanovllm.layers.tensor_parallel import TensorParallel
 from nanovllm.models.architectures import read_spec
-from nanovllm.models.moe import MoE, SharedExpertMoE
 
 POOL = {"num_kvcache_blocks": 200, "kvcache_block_size": 4}
 NAMES = ["qwen3.5-moe", "qwen3-next"]
@@ -63,32 +60,14 @@ def test_the_form_of_the_hub(tmp_path, is_tied, size):
     edit_weights(tmp_path, edit)
     oracle = Oracle(Qwen3_5MoeForCausalLM.from_pretrained(tmp_path).eval())
     prompts = [random_prompt(seed, 20) for seed in range(3)]
-    with LLM(tmp_path, **POOL, tensor_parallel_size=size) as llm:
+    options = {"tensor_parallel_size": size, "enable_kernels": size == 2}
+    with LLM(tmp_path, **POOL, **options) as llm:
         assert generate_ids(llm, prompts, greedy(12)) == [oracle(prompt, 12) for prompt in prompts]
 
 
-@pytest.mark.parametrize("option", ["int8", "int4"])
-@pytest.mark.parametrize("is_stacked", [True, False])
-@pytest.mark.parametrize("name", NAMES)
-def test_experts_are_quantized_while_loading(tmp_path, monkeypatch, name, is_stacked, option):
-    """At most one matrix of an expert is read at once. Router, gate, beta and decay stay floats."""
-    make_family(tmp_path, name)
-    head = Scheme(8, 128)
-    scheme = head if option == "int8" else Scheme(4, 64)
-    weights = load_file(tmp_path / "model.safetensors")
-    for key, weight in weights.items():
-        is_kept = key.endswith(
-            ("gate.weight", "in_proj_a.weight", "in_proj_b.weight", "_ba.weight")
-        )
-        if weight.dim() == 2 and not is_kept:
-            is_head = key.endswith(("embed_tokens.weight", "lm_head.weight"))
-            quantized = QuantizedWeight.quantize(weight, head if is_head else scheme)
-            weights[key] = quantized.dequantize()
-    shutil.copytree(tmp_path, tmp_path / "floats")
-    save_file(weights, tmp_path / "floats" / "model.safetensors")
-    oracle = Oracle(AutoModelForCausalLM.from_pretrained(tmp_path / "floats").eval())
-    if is_stacked:
-        edit_weights(tmp_path, stack_experts)
+def test_one_matrix_of_an_expert_is_read_at_once(tmp_path, monkeypatch):
+    make_family(tmp_path, "qwen3.5-moe")
+    edit_weights(tmp_path, stack_experts)
     sizes = []
     copy = QuantizedWeight.copy_
 
@@ -98,11 +77,7 @@ def test_experts_are_quantized_while_loading(tmp_path, monkeypatch, name, is_sta
         copy(destination, source)
 
     monkeypatch.setattr(QuantizedWeight, "copy_", record)
-    prompts = [random_prompt(seed, 20) for seed in range(3)]
-    expected = [oracle(prompt, 8) for prompt in prompts]
-    for with_kernels in (True, False):
-        llm = LLM(tmp_path, **POOL, quantization=option, enable_kernels=with_kernels)
-        assert generate_ids(llm, prompts, greedy(8)) == expected
+    LLM(tmp_path, **POOL, quantization="int8", enable_kernels=False)
     assert max(sizes) == 128 * 32  # q_proj, while all gate projections of a layer are larger
 
 
@@ -148,24 +123,6 @@ def test_stacked_experts_that_do_not_fit(tmp_path):
             LLM(tmp_path, **POOL)
 
 
-def test_the_shared_expert_follows_its_definition():
-    """One token at a time."""
-    torch.manual_seed(0)
-    family, settings = FAMILIES["qwen3.5-moe"]
-    config = family(architectures=["Qwen3_5MoeForCausalLM"], hidden_size=32, **settings)
-    spec = read_spec(config, torch.float32, num_ranks=1)
-    moe = SharedExpertMoE(spec, TensorParallel()).requires_grad_(False)
-    for parameter in moe.parameters():
-        parameter.normal_(0.0, 0.3)
-    x = torch.randn(5, spec.hidden_size)
-    gate, up = moe.shared_expert.gate_up_proj.weight.chunk(2)
-    shared = (silu(x @ gate.T) * (x @ up.T)) @ moe.shared_expert.down_proj.weight.T
-    expected = (
-        MoE.compute(moe, x) + torch.sigmoid(x @ moe.shared_expert_gate.weight[0])[:, None] * shared
-    )
-    torch.testing.assert_close(moe(x), expected)
-
-
 @pytest.mark.parametrize("dense_layer", [0, 1])
 def test_a_layer_reduces_once(dense_layer):
     """The shares of the chosen experts and of the shared expert are added up together."""
@@ -194,8 +151,6 @@ def test_kernels_compute_all_layers_with_states(hybrid, name):
     "name, changes, complaint",
     [
         ("qwen3.5-moe", dict(shared_expert_intermediate_size=0), "shared_expert_intermediate_size"),
-        ("qwen3.5-moe", dict(num_experts_per_tok=9), "at least 1 and at most 8, not 9"),
-        ("qwen3.5-moe", dict(hidden_act="gelu"), "hidden_act"),
         ("qwen3-next", dict(num_experts=0), "num_experts must be at least 1"),
         ("qwen3-next", dict(decoder_sparse_step=0), "decoder_sparse_step must be at least 1"),
         ("qwen3-next", dict(sliding_window=8), "sliding_window is no field of Qwen3NextConfig"),

@@ -123,14 +123,9 @@ def add_line(module, line):
     "module, line",
     [
         ("batch", "from nanovllm.utils.checks import naming"),
-        ("batch", "import nanovllm"),
         ("config", "from nanovllm.kernels import select_backend"),
-        ("layers.norm", "from nanovllm import kernels"),
         ("models.decoder", "def load():\n    import nanovllm.kernels.cpu.layers"),
         ("worker.memory", "import_module('nanovllm.engine.scheduler')"),
-        ("engine.request", "from nanovllm import LLM"),
-        ("engine.scheduler", "from nanovllm.features import recurrent_states"),
-        ("engine.block_manager", "from torch.nn import Module"),
         ("engine.sequence", "if TYPE_CHECKING:\n    from torch import Tensor"),
     ],
 )

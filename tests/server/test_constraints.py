@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import re
 
 import httpx
 import pytest
@@ -89,10 +88,7 @@ def test_a_schema_beside_json_object_holds(llm):
     "response_format, param",
     [
         ({"type": "text", "schema": PAIR}, "response_format.schema"),
-        ({"type": "json_object", "json_schema": {}}, "response_format.json_schema"),
         ({"type": "json_object", "schema": "{}"}, "response_format"),
-        ({"type": "json_object", "strict": True}, "response_format.strict"),
-        ({"type": "json_schema", "schema": PAIR}, "response_format"),
         ({**JSON["response_format"], "strict": True}, "response_format.strict"),
         (make_format(PAIR, mode="x")["response_format"], "response_format.json_schema.mode"),
         (make_format(PAIR, strict="yes")["response_format"], "response_format.json_schema.strict"),
@@ -266,53 +262,6 @@ def test_thoughts_of_a_message_that_is_continued(llm, monkeypatch):
 def test_a_completion_has_no_thoughts(llm):
     options = {"is_chat": False, "parses_reasoning": True, **JSON}
     assert allow(llm, TEXT, f"<think></think>{TEXT}", **options) == [True, False]
-
-
-@pytest.mark.parametrize("is_stream", [False, True])
-def test_thoughts_and_json_are_divided(llm, is_stream):
-    text = f"<think>So.</think>\n\n{TEXT}"
-    [(prompt, _, _)], reply = parse(llm, parses_reasoning=True, **JSON, stream=is_stream)
-    found = {"reasoning": "", "content": ""}
-    for end in range(1 if is_stream else len(text), len(text) + 1):
-        output = make_output(prompt, text[:end], end == len(text))
-        if is_stream:
-            event = reply.write_chunk({0: output}).removeprefix("data: ")
-            message = json.loads(event)["choices"][0]["delta"]
-        else:
-            reply.take({0: output})
-            message = reply.write_whole()["choices"][0]["message"]
-        for name in found:
-            found[name] += message.get(name) or ""
-    assert found == {"reasoning": "So.", "content": TEXT}
-
-
-def make_output(prompt, text, is_last):
-    return {
-        "sample_index": 0,
-        "prompt_token_ids": prompt,
-        "token_ids": [0] * len(text),
-        "text": text,
-        "finish_reason": "stop" if is_last else None,
-        "error": None,
-        "logprobs": None,
-        "prompt_logprobs": None,
-        "num_cached_tokens": 0,
-    }
-
-
-def test_a_model_thinks_and_then_obeys(llm):
-    """The thoughts end because a bias ends them."""
-    options = {**JSON, "chat_template_kwargs": {"start": "<think>"}, "max_tokens": 300, "seed": 1}
-    bias = {str(token): 9 for token in llm.tokenizer.encode("</think>", add_special_tokens=False)}
-    prompts, reply = parse(llm, parses_reasoning=True, logit_bias=bias, **options)
-    with llm.queued(prompts, {}) as [request]:
-        while request.finish_reason is None:
-            llm.step({})
-        reply.take({0: request.output()})
-    (choice,) = reply.write_whole()["choices"]
-    assert choice["finish_reason"] in ("stop", "length")
-    if choice["finish_reason"] == "stop":
-        assert re.fullmatch(r'\{ ?"a" ?: ?-?\d+ ?\}', choice["message"]["content"])
 
 
 # --- Limits

@@ -220,32 +220,9 @@ def test_an_interrupt_ends_the_process_of_a_check(endless, monkeypatch):
 # --- a server
 
 
-@pytest.fixture
-def server(endless):
-    with start(*OPTIONS, program=("-c", PROGRAM.format(program=endless))) as address_and_process:
-        yield address_and_process
-
-
 def write(regex):
     body = {"prompt": "x", "max_tokens": 9, "structured_outputs": {"regex": regex}}
     return write_request(body)
-
-
-def list_checks(process):
-    return psutil.Process(process.pid).children()
-
-
-def test_a_known_grammar_does_not_wait_for_others(server):
-    url, process = server
-    waiting = [connect(url, write(f"unknown{number}")) for number in range(4)]
-    wait_until(lambda: len(list_checks(process)) == 2)
-    assert '"text": "known"' in connect_and_read(url, write("known"))
-    wait_until(lambda: "503" in connect_and_read(url, write("one more")).split("\r\n")[0])
-    reply = connect_and_read(url, write("one more"))
-    assert "too many grammars" in json.loads(reply.splitlines()[-1])["error"]["message"]
-    for connection in waiting:
-        connection.close()
-    wait_until(lambda: not list_checks(process))
 
 
 def connect_and_read(url, data):
@@ -253,22 +230,33 @@ def connect_and_read(url, data):
     return read_all(connect(url, data))
 
 
-def test_a_signal_ends_requests_that_wait_for_a_grammar_or_a_body(server):
-    url, process = server
-    requests = [write(f"unknown{i}") for i in range(4)]
-    requests.append(write("unknown3"))
-    requests.append(write("known")[:-1])
-    requests.append(write("known")[:-1].replace(b"/v1/completions", b"/tokenize"))
-    waiting = [connect(url, data) for data in requests]
-    wait_until(lambda: len(list_checks(process)) == 2)
-    assert post(url, {"prompt": "x"}).status_code == 200
-    checks = list_checks(process)
-    process.send_signal(signal.SIGTERM)
-    for connection in waiting:
-        reply = read_all(connection)
-        assert reply.startswith("HTTP/1.1 503")
-        error = json.loads(reply.splitlines()[-1])["error"]
-        assert error["message"] == "the server is shutting down"
-    assert process.wait(20) == 0
-    assert not any(check.is_running() for check in checks)
-    assert "Traceback" not in process.stderr.read()
+def test_requests_that_wait_for_grammars_and_the_end_of_the_server(endless):
+    """A known grammar waits for no other. A signal ends requests that wait, also for a body."""
+    with start(*OPTIONS, program=("-c", PROGRAM.format(program=endless))) as (url, process):
+        list_checks = psutil.Process(process.pid).children
+        waiting = [connect(url, write(f"unknown{number}")) for number in range(4)]
+        wait_until(lambda: len(list_checks()) == 2)
+        assert '"text": "known"' in connect_and_read(url, write("known"))
+        wait_until(lambda: "503" in connect_and_read(url, write("one more")).split("\r\n")[0])
+        reply = connect_and_read(url, write("one more"))
+        assert "too many grammars" in json.loads(reply.splitlines()[-1])["error"]["message"]
+        for connection in waiting:
+            connection.close()
+        wait_until(lambda: not list_checks())
+
+        requests = [write(f"other{number}") for number in (0, 1, 2, 3, 3)]
+        requests.append(write("known")[:-1])
+        requests.append(requests[-1].replace(b"/v1/completions", b"/tokenize"))
+        waiting = [connect(url, data) for data in requests]
+        wait_until(lambda: len(list_checks()) == 2)
+        assert post(url, {"prompt": "x"}).status_code == 200
+        checks = list_checks()
+        process.send_signal(signal.SIGTERM)
+        for connection in waiting:
+            reply = read_all(connection)
+            assert reply.startswith("HTTP/1.1 503")
+            error = json.loads(reply.splitlines()[-1])["error"]
+            assert error["message"] == "the server is shutting down"
+        assert process.wait(20) == 0
+        assert not any(check.is_running() for check in checks)
+        assert "Traceback" not in process.stderr.read()

@@ -80,10 +80,6 @@ CASES = {
         '<tool_call>{"name": "add", "arguments": {"a": 1}, "id": {"b": 2}}</tool_call>',
         {"tool_calls": [ADD]},
     ),
-    "more before": (
-        '<tool_call>{"id": 3, "name": "add", "arguments": {"a": 1}}}</tool_call>',
-        {"tool_calls": [ADD]},
-    ),
     "tags in strings": (
         write_call(arguments=TAGS) + write_call(),
         {"tool_calls": [["add", TAGS], ADD]},
@@ -101,10 +97,6 @@ CASES = {
         f"\nHi{write_call()}\n{write_call('find', '{}')} \n bye ",
         {"content": "Hi\n \n bye ", "tool_calls": [ADD, FIND]},
     ),
-    "words after a call": (
-        f"{write_call()}\n Done. {write_call()}\n",
-        {"content": "Done. ", "tool_calls": [ADD, ADD]},
-    ),
     "tags instead of JSON": (
         '<tool_call>\n<function=add>\n<parameter=text>\n1\n"2\n</parameter>\n'
         "<parameter=number>\n1\n</parameter>\n<parameter=other>[2, {}]</parameter>"
@@ -117,13 +109,6 @@ CASES = {
                 ],
                 ADD,
             ]
-        },
-    ),
-    "an example in reasoning": (
-        '<think>e.g. <tool_call>{"name": "f", "arguments": {...}}</tool_call></think>Yes',
-        {
-            "reasoning": 'e.g. <tool_call>{"name": "f", "arguments": {...}}</tool_call>',
-            "content": "Yes",
         },
     ),
     "a call in reasoning that is cut": (
@@ -151,68 +136,20 @@ CASES = {
             ]
         },
     ),
-    "a tag in a value": (
-        "<tool_call><function=add><parameter=text>the <tool_call> tag</parameter></function>"
-        "</tool_call>",
-        {"tool_calls": [["add", '{"text": "the <tool_call> tag"}']]},
-    ),
-    "an invalid escape": (
-        r'<tool_call>{"name": "add", "arguments": {"text": "C:\path\n"}}</tool_call>',
-        {"content": r'<tool_call>{"name": "add", "arguments": {"text": "C:\path\n"}}</tool_call>'},
-    ),
-    "NaN": (
-        '<tool_call>{"arguments": {"a": NaN}, "name": "add"}</tool_call>',
-        {"content": '<tool_call>{"arguments": {"a": NaN}, "name": "add"}</tool_call>'},
-    ),
     "no parameters": (
         "<tool_call><function=find></function></tool_call>",
         {"tool_calls": [FIND]},
     ),
     "no </parameter>": (write_tags("<parameter=text>", "hello"), say("hello")),
     "no </parameter> before another": (write_tags(*TEXT[:2], *NUMBER), BOTH),
-    "no </parameter>, one line": (
-        "<tool_call><function=add><parameter=text>hello</function></tool_call>",
-        say("hello"),
-    ),
     "no </function>": (write_tags(*TEXT).replace("</function>\n", ""), say("hello")),
-    "no </function>, no parameters": (
-        "<tool_call><function=find></tool_call>",
-        {"tool_calls": [FIND]},
-    ),
     "no </function> and no </tool_call>": (
         write_tags(*TEXT).split("</function>")[0] + write_tags(*NUMBER),
         {"tool_calls": [*say("hello")["tool_calls"], ["add", '{"number": 1}']]},
     ),
-    "no </parameter>, no </function>": (
-        write_tags(*TEXT[:2]).replace("</function>\n", "") + write_tags(*NUMBER) + " Done.",
-        {
-            "tool_calls": [["add", '{"number": 1}']],
-            "content": write_tags(*TEXT[:2]).replace("</function>\n", "") + " Done.",
-        },
-    ),
     "no <tool_call>": (
         f"I say: {write_tags(*TEXT).removeprefix('<tool_call>')}\nDone.",
         {"content": "I say: \n\nDone.", **say("hello")},
-    ),
-    "neither <tool_call> nor </tool_call>": (
-        "\n".join(["<function=add>", *TEXT, "</function>", "<function=add>", "</function>"]),
-        {"tool_calls": [*say("hello")["tool_calls"], ["add", "{}"]]},
-    ),
-    "a function that is no tool": (
-        "Write <function=find></function> for that.",
-        {"content": "Write <function=find></function> for that."},
-    ),
-    "names that no tool can have": (
-        write_call("add 1") + write_tags().replace("=add", "=add 1"),
-        {"content": write_call("add 1") + write_tags().replace("=add", "=add 1")},
-    ),
-    "no closing tag at all": (
-        "<tool_call>\n<function=add>\n<parameter=text>\nhel",
-        {"content": "<tool_call>\n<function=add>\n<parameter=text>\nhel"},
-    ),
-    "cut off between parameters": (
-        "<tool_call>\n<function=add>\n<parameter=text>\nhello\n</parameter>\n<para",
-        {"content": "<tool_call>\n<function=add>\n<parameter=text>\nhello\n</parameter>\n<para"},
     ),
     "cut off before a parameter": (
         EXAMPLE.partition("<parameter")[0],
@@ -235,20 +172,6 @@ CASES = {
         write_tags("<parameter=text>", "a </parameter> b </function> c", "</parameter>"),
         say("a </parameter> b </function> c"),
     ),
-    "a value with parameters": (
-        write_tags(
-            "<parameter=text>",
-            "as in <parameter=number>",
-            "<parameter=other>",
-            "<parameter=text>",
-            "</parameter>",
-        ),
-        say("as in <parameter=number>\n<parameter=other>\n<parameter=text>"),
-    ),
-    "a value with calls": (
-        write_tags("<parameter=text>", f"{write_call()}\n{write_call()} :", "</parameter>"),
-        say(f"{write_call()}\n{write_call()} :"),
-    ),
     "a value with a call in a JSON string": (
         write_call(arguments=json.dumps({"a": write_call()})),
         {"tool_calls": [["add", json.dumps({"a": write_call()})]]},
@@ -270,26 +193,6 @@ CASES = {
         '{"arguments": {}, "name": "find"}]</tool_call>',
         {"tool_calls": [ADD, FIND]},
     ),
-    "both forms in a block": (
-        '<tool_call><function=find></function>{"name": "add", "arguments": {"a": 1}}</tool_call>',
-        {"tool_calls": [FIND, ADD]},
-    ),
-    "words after a function": (
-        f"So: {write_tags(*TEXT, '</function>', 'Really.', '<function=add>')} Yes.",
-        {"content": f"So: {write_tags(*TEXT, '</function>', 'Really.', '<function=add>')} Yes."},
-    ),
-    "words after an open object": (
-        '<tool_call>{"name": "add", "arguments": {"a": 1}, and more',
-        {"content": '<tool_call>{"name": "add", "arguments": {"a": 1}, and more'},
-    ),
-    "control characters, other order": (
-        '<tool_call>{"arguments": {"a": "1\n2"}, "name": "add"}</tool_call>',
-        {"tool_calls": [["add", '{"a": "1\\n2"}']]},
-    ),
-    "thoughts about tags": (
-        "<think>I could use <tool_call> tags.</think>No.",
-        {"reasoning": "I could use <tool_call> tags.", "content": "No."},
-    ),
     "thoughts about calls": (
         '<think>Is it <tool_call>{"name": <name>}</tool_call> or <tool_call><function=f> or'
         f" <tool_call>\n<function=f>\n<parameter=a>?</think>No.{EXAMPLE}",
@@ -301,22 +204,28 @@ CASES = {
         },
     ),
     "a call in tags ends reasoning": (f"<think>So.{EXAMPLE}", {"reasoning": "So.", **say("hello")}),
-    "a call ends reasoning": (
-        f"<think>So {write_call()} Yes.",
-        {"reasoning": "So ", "tool_calls": [ADD], "content": "Yes."},
-    ),
-    "null": (
-        '<tool_call>{"name": null, "arguments": {}}</tool_call>',
-        {"content": '<tool_call>{"name": null, "arguments": {}}</tool_call>'},
-    ),
     "no closing tag": (
         write_call().removesuffix("</tool_call>")
         + "<tool_call>no<tool_call>{}"
         + write_call("find", "{}"),
         {"tool_calls": [ADD, FIND], "content": "<tool_call>no<tool_call>{}"},
     ),
-    "cut off": (write_call()[:-15], {"content": write_call()[:-15]}),
 }
+
+
+# What is no call stays as text.
+TEXTS = [
+    r'<tool_call>{"name": "add", "arguments": {"text": "C:\path\n"}}</tool_call>',
+    '<tool_call>{"arguments": {"a": NaN}, "name": "add"}</tool_call>',
+    '<tool_call>{"name": null, "arguments": {}}</tool_call>',
+    "Write <function=find></function> for that.",
+    write_call("add 1") + write_tags().replace("=add", "=add 1"),
+    write_tags(*TEXT[:2]).partition("lo")[0],
+    f"{write_tags(*TEXT).partition('</function>')[0]}<para",
+    f"So: {write_tags(*TEXT, '</function>', 'Really.', '<function=add>')} Yes.",
+    write_call()[:-15],
+]
+CASES |= {text: (text, {"content": text}) for text in TEXTS}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -325,8 +234,7 @@ def test_every_cut_gives_the_same_message(name):
     assert parse([text])[0] == expected
     for cut in range(min(len(text), 200)):
         assert parse([text[:cut], text[cut:]])[0] == expected, text[:cut]
-    if len(text) < 1000:
-        assert parse(text)[0] == expected
+    assert parse(text)[0] == expected
 
 
 def test_no_depth_of_values_raises():
@@ -336,40 +244,16 @@ def test_no_depth_of_values_raises():
         parse([f"<tool_call><function=add>{value}</function></tool_call>"])
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
-@given(st.sampled_from([name for name in CASES if name != "deep"]), st.data())
-def test_any_pieces_give_the_same_message(name, data):
-    text, expected = CASES[name]
-    assert parse(cut(data, text))[0] == expected
-
-
 def cut(data, text):
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     return [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)])]
 
 
-FRAGMENTS = [THINK, "</think>", CALL, "</tool_call>", write_call(), write_call()[:-14], " ", "\n"]
-FRAGMENTS += [
-    '"',
-    "\\",
-    "{",
-    "}",
-    '{"name": "add", "arguments": ',
-    '{"a": "',
-    "x",
-    "<",
-    "</tool",
-    "1",
-    ",",
-    "word",
-    EXAMPLE,
-    "<function=add>",
-    "<function=f>",
-    "</function>",
-    "\n<parameter=text>",
-    "<parameter=number>",
-    "</parameter>",
-]
+FRAGMENTS = """
+<think> </think> <tool_call> </tool_call> " \\ { } {"a":" x < </tool 1 , word
+<function=add> <function=f> </function> <parameter=text> <parameter=number> </parameter>
+""".split()
+FRAGMENTS += [write_call(), write_call()[:-14], " ", "\n", '{"name": "add", "arguments": ', EXAMPLE]
 
 
 @settings(max_examples=1000, deadline=None, derandomize=True)

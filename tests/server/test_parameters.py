@@ -64,66 +64,39 @@ def test_other_values_are_rejected_by_name(llm, is_chat, names):
         (False, {"messages": QUESTION}, "messages"),
         (False, {"top_logprobs": 1}, "top_logprobs"),
         (False, {"max_completion_tokens": 1}, "max_completion_tokens"),
-        (False, {"add_special_tokens": False}, "add_special_tokens"),
         (False, {"prompt_logprobs": 0}, "prompt_logprobs"),
         (True, {"prompt": "x"}, "prompt"),
-        (True, {"add_special_tokens": True}, "add_special_tokens"),
         (True, {"echo": True}, "echo"),
-        (True, {"enable_thinking": True}, "enable_thinking"),
-        (True, {"detokenize": False}, "detokenize"),
         (True, {"stream_options": {"include_usage": True}}, "stream_options"),
-        (True, {"stream_options": {}, "stream": False}, "stream_options"),
         (True, {"stream": True, "stream_options": {"foo": 1}}, "stream_options.foo"),
         (True, {"stream": True, "stream_options": {"include_usage": 2}}, "stream_options.include"),
         (True, {"reasoning_effort": {"effort": "low"}}, "reasoning_effort"),
-        (False, {"n_predict": 16}, "n_predict"),
         (True, {"": "x", "unknown": "x"}, ""),
-        (False, {"max_tokens": -1}, "max_tokens"),
-        (False, {"mirostat": 2, "mirostat_tau": 5.0}, "mirostat"),
-        (True, {"temperature": -1}, "temperature"),
         (True, {"max_completion_tokens": 0}, "max_completion_tokens"),
-        (True, {"max_tokens": 0}, "max_tokens"),
         (True, {"top_logprobs": 1}, "top_logprobs"),
         (True, {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         (True, {"logprobs": 3}, "logprobs"),
-        (True, {"top_logprobs": False}, "top_logprobs"),
-        (True, {"top_logprobs": []}, "top_logprobs"),
         (False, {"echo": True, "max_tokens": False}, "max_tokens"),
         (True, {"stop_token_ids": [-1]}, "stop_token_ids"),
         (True, {"messages": []}, "messages"),
-        (True, {"messages": None}, "messages"),
         (True, {"messages": [{"role": "user", "content": 12}]}, "messages"),
-        (False, {"prompt": [True, False]}, "prompt"),
         (False, {"prompt": [1, {}]}, "prompt"),
-        (False, {"model": "demo_model", "prompt": {"model": 1}}, "prompt"),
-        (False, {"prompt": []}, "prompt"),
-        (False, {"prompt": [10**9]}, "prompt"),
         (False, {"n": 4097}, "n"),
-        (False, {"tools": [TOOL]}, "tools"),
         (False, {"tool_choice": "required"}, "tool_choice"),
         (True, {"tools": [TOOL]}, "tools"),  # the template ignores them
         (True, {"tools": [{}]}, "tools[0].type"),
-        (True, {"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice"),
         (True, {"tools": [TOOL], "tool_choice": call("subtract")}, "tool_choice"),
         (True, {"tools": [TOOL], "tool_choice": "add"}, "tool_choice"),
         (True, {"tools": [TOOL], **CALL, "parallel_tool_calls": 1}, "parallel_tool_calls"),
         (True, {"chat_template_kwargs": 3}, "chat_template_kwargs"),
         (True, {"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs.tokenize"),
-        (True, {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
         (True, {"continue_final_message": True}, "messages"),
         (True, {"logit_bias": [3]}, "logit_bias"),
-        (True, {"logit_bias": {"x": 3}}, "logit_bias"),
         (True, {"logit_bias": {"5": 101}}, "logit_bias"),
-        (True, {"logit_bias": {"99999": 1}}, "logit_bias"),
         (True, {"logit_bias": {"5" * 5000: 1}}, "logit_bias"),
-        (False, {"response_format": "json"}, "response_format"),
         (False, {"response_format": {"type": "xml"}}, "response_format"),
-        (False, {"response_format": {"type": "json_schema"}}, "response_format"),
         (False, {"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
         (False, {**JSON, "structured_outputs": {"regex": "a"}}, "response_format"),
-        (False, {"structured_outputs": {}}, "structured_outputs"),
-        (False, {"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
-        (False, {"structured_outputs": {"unknown": 1}}, "structured_outputs"),
         (
             False,
             {"structured_outputs": {"regex": "a", "disable_any_whitespace": True}},
@@ -146,11 +119,6 @@ def test_samples_are_counted_before_their_grammar_is_compiled(llm, monkeypatch, 
     error = reject(llm, {"prompt": prompts, "n": n, "structured_outputs": {"regex": "a"}}, False)
     assert error.param == "n"
     assert "the number of prompts times n must be" in error.message
-
-
-def test_parameters_of_a_tool_are_an_object(llm):
-    body = {"tools": [TOOL, make_tool(type="array")], **CALL}
-    assert reject(llm, body, True).param == "tools[1].function.parameters"
 
 
 def make_tool(**parameters):
@@ -204,20 +172,6 @@ def test_an_error_of_the_tokenizer_is_an_error_of_the_tokens(llm, monkeypatch):
     assert caught.value.param == "tokens"
 
 
-@pytest.mark.parametrize(
-    "is_chat, body, message",
-    [
-        (
-            True,
-            {"stream": True, "stream_options": {"foo": 1}},
-            "'stream_options.foo' with the value 1 is not supported: leave it out",
-        ),
-    ],
-)
-def test_messages_of_errors(llm, is_chat, body, message):
-    assert reject(llm, body, is_chat).message == message
-
-
 @pytest.mark.parametrize("name", ["chat_template_kwargs", "messages"])
 def test_a_lone_surrogate_is_an_error_of_the_client(llm, monkeypatch, name):
     template = "{{ text }}{{ messages[0].content }}"
@@ -236,42 +190,48 @@ def test_a_reasoning_effort_is_checked_before_its_tokens_are_counted(llm):
         tokenize({"messages": QUESTION, "reasoning_effort": {}}, llm)
 
 
+def test_bodies_of_clients_are_served(llm):
+    """LangChain, SillyTavern and vLLM's client, and then litellm and guidellm."""
+    completion = {
+        "model": "demo_model",
+        "best_of": 1,
+        "logit_bias": {},
+        "skip_special_tokens": True,
+    }
+    completion |= {"spaces_between_special_tokens": True, "use_beam_search": False, "seed": None}
+    completion |= {"length_penalty": 1.0, "detokenize": True, "return_token_ids": False}
+    options = dict.fromkeys(["fallback", "any_whitespace", "additional_properties"], False)
+    options = {f"disable_{name}": value for name, value in options.items()}
+    parse_body(
+        llm, {"prompt": ["x"], **completion, "structured_outputs": {"regex": "a", **options}}, False
+    )
+    chat = {"service_tier": "auto", "store": False, "user": "me", "modalities": ["text"]}
+    chat |= {"tools": [], "tool_choice": "auto", "response_format": {"type": "text"}}
+    chat |= {"logprobs": False, "top_logprobs": 0, "metadata": {"user_id": "1"}}
+    chat |= {"parallel_tool_calls": False, "max_tokens": 8, "max_completion_tokens": 8}
+    content = [{"type": "text", "text": "What is 12 + 30?"}]
+    parse_body(llm, {"messages": [{"role": "user", "content": content}], **chat}, True)
+
+
 # What clients send in place of the documented values. An expected str is the parameter at fault.
 QUIRKS = [
     ({"max_tokens": 16.0}, {"max_tokens": 16}),
     ({"max_tokens": "16"}, "max_tokens"),
     ({"max_tokens": 16.5}, "max_tokens"),
-    ({"max_tokens": True}, "max_tokens"),
     ({"max_tokens": 10**6}, {"max_tokens": 10**6}),  # max_model_len ends the sequence
-    ({"max_tokens": None}, {}),
-    ({"max_tokens": -1}, "max_tokens"),
     ({"max_tokens": 5, "max_completion_tokens": 6}, {"max_tokens": 6}),
-    ({"n": 2.0}, {"n": 2}),
     ({"stop_token_ids": [2.5]}, "stop_token_ids[0]"),
     ({"seed": -1.0}, {"seed": None}),
-    ({"seed": "7"}, "seed"),
-    ({"stop": []}, {"stop": []}),
     ({"temperature": "0.7"}, "temperature"),
-    ({"temperature": 0}, {"temperature": 0}),
-    ({"temperature": 2.5}, {"temperature": 2.5}),
     ({"top_p": 0}, "top_p"),
-    ({"top_k": 0}, {"top_k": 0}),
-    ({"best_of": 1}, {}),
     ({"best_of": 1.0}, {}),
-    ({"best_of": 2}, "best_of"),
     ({"stream": "true"}, "stream"),
     ({"tool_choice": "auto"}, {}),
-    ({"tool_choice": "none", "tools": []}, {}),
     ({"tool_choice": "none", "tools": [TOOL]}, {}),
-    ({"tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": call("add")}, "tool_choice"),
-    ({"parallel_tool_calls": False}, {}),
     ({"function_call": "none"}, {}),
     ({"function_call": "auto"}, "function_call"),
-    ({"response_format": {"type": "text"}}, {}),
     ({"reasoning_effort": "low", "verbosity": "low"}, {}),
-    ({"reasoning_effort": "xhigh"}, {}),
-    ({"logit_bias": {}}, {"logit_bias": {}}),
     ({"logit_bias": {"5": -100, "6": 1.5}}, {"logit_bias": {5: -100, 6: 1.5}}),
     ({"logit_bias": {"5.0": 1}}, "logit_bias[0]"),
 ]
@@ -290,9 +250,7 @@ def test_what_clients_stumble_over_is_decided(llm, body, expected):
     "is_chat, body",
     [
         (False, {"prompt": [5] * 3000}),
-        (False, {"prompt": "word " * 3000}),
         (False, {"prompt": ["x", "word " * 10**6]}),
-        (True, {"messages": [{"role": "user", "content": "word " * 3000}]}),
         (True, {"messages": [{"role": "user", "content": "word " * 10**6}]}),
     ],
 )

@@ -155,17 +155,6 @@ def test_a_prompt_is_echoed_as_it_was_sent(llm, prompt):
         assert (choice["logprobs"] is None) == (logprobs is None)
 
 
-@pytest.mark.parametrize("is_stream", [False, True])
-def test_an_echo_does_not_show_how_a_hidden_token_ended(llm, is_stream):
-    body = {"prompt": [5], "echo": True, "max_tokens": 0, "logit_bias": {"7": 100}}
-    for options in ({}, {"stop_token_ids": [7]}):
-        if is_stream:
-            *_, choice = ask_stream(llm, **body, **options)
-        else:
-            choice = ask_whole(llm, **body, **options)
-        assert choice["finish_reason"] == "length"
-
-
 def test_a_prompt_of_ids_is_echoed_up_to_its_last_whole_character(llm):
     ids = llm.tokenizer.encode("a 你", add_special_tokens=False)
     for end in range(len(ids) - 2, len(ids)):

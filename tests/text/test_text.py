@@ -9,14 +9,12 @@ from itertools import pairwise
 from unittest.mock import DEFAULT, patch
 
 import pytest
-from conftest import make_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from nanovllm import LLM, SamplingParams
 from nanovllm.text import detokenizer
 from nanovllm.text.detokenizer import Detokenizer
 from nanovllm.text.vocabulary import Vocabulary
@@ -159,16 +157,6 @@ def test_tokens_that_are_no_text(name):
             assert reader.read(token_ids[:end], is_last=False) == shown[end - 1]
 
 
-def test_released_text_stays_if_a_later_byte_is_invalid():
-    """The tokenizer turns the whole run of bytes to U+FFFD."""
-    tokenizer = TOKENIZERS["llama"]
-    good = byte_ids("llama", "é你".encode())
-    bad = byte_ids("llama", b"\xff")
-    assert decode(tokenizer, good + bad) == "\ufffd" * 6
-    assert stream(tokenizer, good + bad) == ["", "é", "é", "é", "é你", "é你", "é你\ufffd"]
-    assert stream(tokenizer, bad + good)[-1] == "\ufffd" * 6
-
-
 @each_tokenizer
 @pytest.mark.parametrize("length", [0, 1, 5, 60])
 def test_text_continues_the_prompt(name, length):
@@ -207,46 +195,6 @@ def test_special_tokens_can_be_text(name):
     assert end in special
     assert "</s>" in read(frozenset(special - {end}))[-1]
     assert "</s>" not in read(None)[-1]
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    """A random model with a tokenizer that strips the first space."""
-    directory = tmp_path_factory.mktemp("llama")
-    tokenizer = TOKENIZERS["llama"]
-    make_checkpoint(directory, vocab_size=len(tokenizer), eos_token_id=None)
-    tokenizer.save_pretrained(directory)
-    return LLM(str(directory), num_kvcache_blocks=64, kvcache_block_size=4)
-
-
-def test_every_output_continues_its_prompt(llama):
-    tokenizer = llama.tokenizer
-    prompt = tokenizer.encode("the cat", add_special_tokens=False)
-    outputs = llama.generate(prompt, SamplingParams(max_tokens=20, n=8, seed=1), use_tqdm=False)
-    streamed = list(llama.stream(prompt, SamplingParams(max_tokens=20, n=8, seed=1)))[-8:]
-    (beams,) = llama.beam_search(prompt, beam_width=3, max_tokens=4)
-    for output in [*outputs, *streamed, *beams]:
-        whole = decode(tokenizer, prompt + output["token_ids"])
-        assert "the cat" + output["text"] == whole or "\ufffd" in whole
-    reader = Detokenizer(tokenizer, prompt, (" the",))
-    assert reader.meets_stop_string([*prompt, tokenizer.convert_tokens_to_ids("▁the")], True)
-
-
-def test_a_prompt_that_ends_within_a_character():
-    tokenizer = TOKENIZERS["byte-level"]
-    half = encode(tokenizer, ".—")[:1]
-    assert decode(tokenizer, half) == ".\ufffd"
-    rest = encode(tokenizer, ".—")[1:]
-    word = encode(tokenizer, "the")
-    a = encode(tokenizer, "a")
-    assert stream(tokenizer, [*rest, *a], half)[-1] == "—a"
-    assert stream(tokenizer, rest[:1], half)[-1] == ""
-    assert stream(tokenizer, word, half)[-1] == "the", "the prompt's U+FFFD is not repeated"
-    reader = Detokenizer(tokenizer, half, (".", "a"))
-    assert not reader.meets_stop_string(half + rest[:1], True)
-    assert not reader.meets_stop_string(half + rest, True), "the prompt is not searched"
-    assert reader.meets_stop_string(half + rest + a, True)
-    assert reader.read(half + rest + a, is_last=True) == "—"
 
 
 @settings(max_examples=1000, deadline=None, derandomize=True)

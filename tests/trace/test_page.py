@@ -9,7 +9,7 @@ from itertools import count
 
 import pytest
 import torch
-from browser import browse, needs_browser, run_script
+from browser import needs_browser, run_script
 from conftest import find_feature, greedy, random_prompt
 from families import make_family
 from project_helpers import SMALL
@@ -301,30 +301,6 @@ def check_numbers(text):
         assert int(end) <= int(size)
 
 
-@needs_browser
-def test_a_single_step_of_a_single_token(tmp_path):
-    path, page = tmp_path / "trace.json", tmp_path / "timeline.html"
-    options = {"num_kvcache_blocks": 9, "max_num_batched_tokens": 1, "max_num_seqs": 1}
-    with LLM(DEMO_MODEL, trace=path, kvcache_block_size=4, **options) as llm:
-        for _ in range(2):
-            llm.add_request([5], greedy(1))
-        llm.step()
-    trace_main([str(path), "-o", str(page)])
-    text, label = run_script(
-        page,
-        """
-        const parts = ["timelines", "words", "budget", "queues", "count", "sequence"];
-        const label = document.querySelector(".timeline svg").ariaLabel;
-        return [parts.map((id) => $(id).textContent.replace(/\\s+/g, " ")).join(" "), label];
-        """,
-    )
-    check_numbers(text)
-    assert "1 step." in text
-    assert "0 → 1 of 1 token computed" in text
-    assert "B waits, because the only lane is in use." in text
-    assert label == "1 step in 1 lane"
-
-
 # --- The requests of example.py
 
 
@@ -420,166 +396,7 @@ def test_it_can_be_walked_through(example_page):
     assert seen["timeline"] == [0, 0]
 
 
-@needs_browser
-def test_a_screenshot(example_page, tmp_path):
-    picture = tmp_path / "page.png"
-    options = ["--window-size=1400,940", f"--screenshot={picture}"]
-    browse(example_page, *options, fragment="#step=3&block=7")
-    assert picture.stat().st_size > 50_000  # a blank page takes less than a fifth of it
-
-
-@needs_browser
-def test_a_large_pool_is_shown_as_far_as_it_was_used(tiny, tmp_path):
-    path, page = tmp_path / "trace.json", tmp_path / "timeline.html"
-    with LLM(tiny[0], trace=path, num_kvcache_blocks=1000, kvcache_block_size=16) as llm:
-        llm.generate([random_prompt(0, 70)], greedy(40), use_tqdm=False)
-    trace_main([str(path), "-o", str(page)])
-    ids, note = run_script(
-        page,
-        """
-        go({ step: lastStep() });
-        const blocks = [...document.querySelectorAll("#blocks .block")];
-        return [blocks.map((block) => block.dataset.block), $("blocks").lastChild.textContent];
-        """,
-    )
-    assert ids == [str(block_id) for block_id in range(8)]
-    assert "Blocks 8 to 999" in note
-
-
-@needs_browser
-def test_the_text_of_a_sequence_begins_with_its_prompt(example_page):
-    """Otherwise a reader cannot see whether the prompts have a chat template."""
-    *texts, note = run_script(
-        example_page,
-        """
-        const texts = [3, 6].map((step) => {
-            go({ step, seq: 0 });
-            return document.querySelector(".text").textContent;
-        });
-        return [...texts, document.querySelector(".text + .soft").textContent];
-        """,
-    )
-    assert "A chat template, if one was used" in note  # the page cannot tell
-    assert all(text.startswith("You are a small and friendly assistant. What is") for text in texts)
-    assert len(texts[0]) < len(texts[1])
-
-
 # --- Recurrent states and structured outputs
-
-
-@needs_browser
-def test_slots_and_snapshots(hybrid, tmp_path, capsys):
-    """A snapshot is written, awaited, read and evicted."""
-    path, page = tmp_path / "trace.json", tmp_path / "timeline.html"
-    shared = [random_prompt(seed, 8) for seed in range(3)]
-    options = {**SMALL, **WITH_STATES, "model": hybrid, "max_num_seqs": 2}
-    with LLM(trace=path, **options) as llm:
-        for prefix in shared:
-            for endings in ([[1, 2, 3]], [[4, 5, 6], [7, 8, 9]]):
-                prompts = [prefix + ending for ending in endings]
-                llm.generate(prompts, greedy(1), use_tqdm=False)
-    trace_main([str(path)])
-    assert {"B8*", "B3", "C+3", "H8*"} <= set(capsys.readouterr().out.split())
-    trace_main([str(path), "-o", str(page)])
-    seen = run_script(
-        page,
-        r"""
-        const text = (element) => element.textContent.replace(/\s+/g, " ").trim();
-        return runs[0].steps.map((_, step) => {
-            go({ step });
-            return [text($("words")), ...[...$("slots").children].map(text)];
-        });
-        """,
-    )
-    patterns = {
-        0: "A is admitted.*1 zerosA↑, 2 lane 0A↓, 3 lane 1, 4 snapshot, 5 snapshot",
-        1: "Slot 4 keeps this state.*C waits for.*zerosB↑, 2 lane 0, 3 lane 1, 4 # .{6}B↓",
-        2: "hit.*snapshot in slot 4.*zeros, 2 lane 0B↓, 3 lane 1C↓, 4 # .{6}B↑C↑, 5 snapshot",
-        4: "Slot 5 keeps this state.*, 4 # .{6}, 5 # .{6}E↓",
-        7: "Slot 4 keeps this state.*older snapshot.*is evicted.*, 4 # .{6}H↓, 5 # .{6}$",
-    }
-    for step, pattern in patterns.items():
-        assert re.search(pattern, ", ".join(seen[step])), f"step {step}: {seen[step]}"
-    assert seen[3][5] == seen[6][5] != seen[8][5]  # the snapshot in slot 4
-
-
-@needs_browser
-def test_a_window_moves_and_blocks_leave_it(gemma3, tmp_path):
-    """With windows of 9 tokens. B has a hit in both pools, and D in the first one only."""
-    path, page = tmp_path / "trace.json", tmp_path / "timeline.html"
-    prompt = random_prompt(1, 20)
-    others = [[*prompt, 7, 8], random_prompt(2, 40), [*prompt[:12], 3, 4]]
-    with LLM(gemma3, trace=path, **{**SMALL, "max_num_seqs": 1}) as llm:
-        llm.generate([prompt], greedy(6), use_tqdm=False)
-        llm.generate(others, greedy(1), use_tqdm=False)
-    trace_main([str(path), "-o", str(page)])
-    seen = run_script(
-        page,
-        r"""
-        const text = (element) => element.textContent.replace(/\s+/g, " ").trim();
-        const read = (cell) => text(cell) + cell.className.replace("mini", "").trim();
-        return runs[0].steps.map((_, step) => {
-            go({ step });
-            const rows = [...$("windows").querySelectorAll("tr")];
-            const [first, second] = [1, 2].map((row) => {
-                return [...rows[row].querySelectorAll("td")].map(read).join(" ").trim();
-            });
-            const slots = [0, 20].map((position) => {
-                point({ position });
-                return text($("slot"));
-            });
-            return { words: text($("words")), count: text($("window-count")), first, second, slots,
-                mask: document.querySelectorAll(".mask rect").length };
-        });
-        """,
-    )
-    rows = [(each["first"], each["second"]) for each in seen]
-    assert rows[0] == (
-        "0written 1written 2written 3written 4planned",
-        "0written 1written 2written 3written",
-    )
-    assert rows[1] == (
-        "0solid 1solid 2solid 3solid 4written",
-        "0passed rejected 1passed rejected 2solid 3solid 4written",
-    )
-    # The window of token 20 begins at token 12, the first one of block 3.
-    assert rows[2] == (
-        "0solid 1solid 2solid 3solid 4solid 5written",
-        "passed rejected passed rejected 2passed rejected 3solid 4solid 5written",
-    )
-    assert rows[3][1] == "passed rejected passed rejected passed rejected 3solid 4solid 5written"
-    assert "The window of A has moved, so it has released block 2 of the second" in seen[2]["words"]
-    assert seen[0]["count"] == (
-        "last 9 tokens · second pool: 8 blocks of 4 slots: 4 used, 0 reusable, 4 empty"
-    )
-    assert "3 used, 3 reusable, 2 empty" in seen[2]["count"]
-    released, held = seen[2]["slots"]
-    assert "slot in the second pool: released attends to positions 0 to 0" in released
-    assert "slot in the second pool: 5 * 4 + 0 = 20 attends to positions 12 to 20" in held
-    assert seen[0]["mask"] == 32
-    words = " ".join(each["words"] for each in seen)
-    assert "reuses blocks 0 to 4, and blocks 3 and 4 of the second pool, for its" in words
-    assert re.search(
-        "has the K/V of the first 12 tokens of D, but the second pool lacks a part of the window at"
-        " their end. Nothing can be reused.",
-        seen[-1]["words"],
-    )
-
-
-@needs_browser
-def test_a_page_without_windows_says_nothing_of_them(example_page):
-    shown = run_script(
-        example_page,
-        """
-        go({ step: 3 });
-        const mask = document.querySelectorAll(".mask rect").length;
-        const { work } = now;
-        return [$("windows").hidden, $("slot").textContent.includes("pool"), mask,
-            countTokens(work.find((seq) => seq.id === selected(now)))];
-        """,
-    )
-    is_hidden, has_two_slots, num_rows, num_tokens = shown
-    assert (is_hidden, has_two_slots, num_rows) == (True, False, num_tokens)
 
 
 @needs_browser

@@ -1,16 +1,12 @@
 """The trace file is valid after every step, matches the engine, and is shown as text."""
 
-import gc
 import json
 import os
-import re
 import resource
 import subprocess
 import sys
 import warnings
-import weakref
 from operator import attrgetter
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -19,7 +15,6 @@ from families import make_family
 from project_helpers import SMALL, reject
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams, trace
-from nanovllm.engine.scheduler import Scheduler
 from nanovllm.features.speculation.costs import StepCosts
 from nanovllm.features.speculation.drafts import Drafts
 from nanovllm.features.structured_outputs.masks import compute_mask, list_tokens
@@ -147,25 +142,6 @@ def test_texts_of_a_step_that_was_not_written_are_recorded_later(path, monkeypat
     assert "".join(texts).count("What") == 1
 
 
-def test_nothing_is_recorded_without_the_option(tiny):
-    llm = LLM(tiny[0], **SMALL)
-    assert type(llm.scheduler) is Scheduler
-
-
-def test_exit_leaves_nothing_to_the_garbage_collector(tiny, path):
-    """The timeline does not keep the parts alive that it records."""
-    llm = LLM(tiny[0], trace=path, **SMALL)
-    generate_ids(llm, PROMPTS, greedy(3))
-    left = [weakref.ref(kv_cache) for kv_cache in llm.model_runner.executor.worker.kv_caches]
-    gc.collect()
-    gc.disable()
-    try:
-        llm.exit()
-        assert [ref() for ref in left] == [None] * len(left)
-    finally:
-        gc.enable()
-
-
 def test_a_full_disk_ends_the_timeline_and_nothing_else(tiny, path):
     llm = LLM(tiny[0], trace=path, **SMALL)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -216,35 +192,6 @@ def test_each_text_is_recorded_once_and_cannot_end_the_page(path):
     assert "<" in "".join(recorded.values())
     _, _, data = trace.make_page([steps]).partition('<script id="data"')
     assert "<" not in data.partition("</script>")[0]
-
-
-def test_a_draft_token_that_ends_the_text_was_accepted(path):
-    prompt = [5, 6, 7] * 4
-    options = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
-    with LLM(DEMO_MODEL, trace=path, num_speculative_tokens=4, **SMALL) as llm:
-        (free,) = llm.generate([prompt], SamplingParams(**options), use_tqdm=False)
-        stop = free["token_ids"][6]
-        end = free["token_ids"].index(stop) + 1
-        answer = prompt + free["token_ids"][:end]
-
-        def propose(num_tokens):
-            start = len(request.token_ids)
-            return answer[start : start + num_tokens]
-
-        drafts = find_feature(llm, Drafts)
-        drafts.costs = StepCosts(1.0, 1.0, per_token=0.0)
-        drafts.make_proposer = lambda _: SimpleNamespace(propose=propose)
-        before = llm.stats["num_accepted_tokens"]
-        params = SamplingParams(**options, stop_token_ids=[stop])
-        (request,) = llm.requests[llm.add_request(prompt, params)]
-        while not llm.is_finished():
-            llm.step()
-        num_accepted = llm.stats["num_accepted_tokens"] - before
-    works = [work for step in trace.read(path) for work in step.lanes.values()]
-    works = [work for work in works if work["request_id"] == request.seq_id]
-    assert works[-1]["finish_reason"] == "stop"
-    assert works[-1]["draft_token_ids"][-1] == stop
-    assert sum(work["num_accepted_tokens"] for work in works) == num_accepted
 
 
 def test_the_choice_of_a_grammar_is_recorded(path):
@@ -338,17 +285,6 @@ def test_blocks_of_the_second_pool_are_recorded(windows):
     assert counters == [step.info["window_pool"] for step in steps]
 
 
-def test_text_shows_the_second_pool(windows, recorded):
-    path, states = windows
-    steps = trace.read(path)
-    lines = trace.render(steps, 1000).splitlines()
-    (row,) = [line for line in lines if line.startswith("  window |")]
-    assert row.partition("|")[2].split() == [str(used) for _, (used, _, _) in states]
-    num_blocks = sum(states[0][1])
-    assert f"window: used blocks of the second pool during the step, of {num_blocks}" in lines[-1]
-    assert "window" not in trace.render(trace.read(recorded), 1000)
-
-
 # --- Text
 
 
@@ -386,15 +322,6 @@ def test_steps_that_do_not_fit_are_counted(recorded):
         "  lane 1 |                      C14 C15 C1  c  c",
     ]
     assert "15 more steps do not fit: -o timeline.html" in " ".join(lines)
-
-
-def test_a_single_step_and_a_single_token_are_singular(recorded):
-    steps = trace.read(recorded)[:12]
-    text = trace.render(steps, 48)
-    assert "1 more step does not fit" in " ".join(text.split())
-    titles = re.findall(r'"name":"(\w+: \d+ tokens?)"', recorded.read_text())
-    assert {"decode: 1 token", "prefill: 16 tokens"} < set(titles)
-    assert not any(title.endswith(": 1 tokens") for title in titles)
 
 
 def test_text_is_ascii_and_fits(recorded):

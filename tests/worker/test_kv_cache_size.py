@@ -12,7 +12,7 @@ from nanovllm.engine.warm_up import sample_each_kind
 from nanovllm.layers import attention
 from nanovllm.layers.tensor_parallel import TensorParallel
 from nanovllm.utils.helpers import cdiv
-from nanovllm.worker import cache_plan, memory
+from nanovllm.worker import memory
 from nanovllm.worker import worker as worker_module
 from nanovllm.worker.cache_plan import Budget, CacheUnits, find_budget, plan_cache
 from nanovllm.worker.memory import find_available_memory, show_bytes
@@ -177,26 +177,6 @@ def test_a_given_number_of_blocks_does_not_unbound_the_states(options, num_lanes
     assert f"{shown}, 50000 B for 50 blocks" in plan.description
 
 
-def test_states_of_lanes_without_a_block_are_not_allocated():
-    plan = plan_with_states(80_000_000, 1_000_000, num_kvcache_blocks=3)
-    assert (plan.num_blocks, plan.num_lanes) == (3, 3)
-    assert "8000000 B for states and windows of 3 lanes" in plan.description
-
-
-def test_a_laptop_serves_16_sequences_with_states(monkeypatch):
-    """With 12 of 16 GB free, and the states and K/V of Qwen3.5-0.8B."""
-    monkeypatch.setattr(cache_plan, "find_available_memory", lambda: 12_000_000_000)
-    sizes = dict(
-        block_bytes=16 * 12_288, state_bytes=20_201_472, block_size=16, blocks_per_lane=256
-    )
-    config = Config("")
-    plan = plan_cache(config, find_budget(config, None), CacheUnits(**sizes))
-    assert plan.num_lanes >= 16
-    assert plan.num_tokens >= 16 * 4096
-    expected = "of 3.00 GB (0.25 * 12.00 GB available / 1 ranks), 1.49 GB for states and windows"
-    assert expected in plan.description
-
-
 @pytest.mark.parametrize("state_bytes", [2000, 6000])
 def test_no_memory_for_one_state_is_an_error(state_bytes):
     problem = f"which may use half, take {4 * state_bytes} B"
@@ -211,11 +191,6 @@ def test_ranks_agree_on_the_smallest_budget(make_llm, monkeypatch):
     assert make_llm(**options).stats["num_blocks"] == 5
     with pytest.raises(ValueError, match="blocks of 4 and 8 tokens: set kvcache_block_size"):
         make_llm(**options, kvcache_block_size=8)
-
-
-def test_what_is_lowered_is_reported(make_llm, capfd):
-    make_llm(num_kvcache_blocks=7)
-    assert "max_num_seqs is lowered from 256 to 7" in capfd.readouterr().err
 
 
 def plan_with_windows(num_bytes, block_bytes=1000, **options):
@@ -256,20 +231,3 @@ def test_windows_have_all_of_the_memory_if_all_layers_have_one():
 def test_too_little_memory_for_a_window_is_an_error():
     with pytest.raises(ValueError, match="which may use half, take 6000 B"):
         plan_with_windows(10_000)
-
-
-def test_gemma_4b_serves_several_sequences_on_a_laptop(monkeypatch):
-    """With 4 GB free beside the weights. A token takes 118,784 bytes in layers with a window."""
-    monkeypatch.setattr(cache_plan, "find_available_memory", lambda: 4_000_000_000)
-    units = CacheUnits(
-        block_bytes=16 * 20_480,
-        window_block_bytes=16 * 118_784,
-        block_size=16,
-        blocks_per_lane=256,
-        window=1024,
-    )
-    config = Config("")
-    plan = plan_cache(config, find_budget(config, None), units)
-    assert plan.num_lanes >= 3
-    assert plan.max_num_batched_tokens >= 1024
-    assert plan.num_tokens >= 3 * 4096
