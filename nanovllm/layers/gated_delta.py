@@ -175,17 +175,22 @@ class GatedDeltaRule(nn.Module):
         return ((heads * self.norm_weight).flatten(1) * F.silu(gate.float())).to(gate.dtype)
 
 
-def group_sequences(batch: Batch) -> Iterator[tuple[slice, slice]]:
+def group_sequences(batch: Batch) -> Iterator[tuple[slice | Tensor, slice | Tensor]]:
     """Yield indices of sequences that are computed together, and of their tokens.
 
-    Sequences that all have one token are a group. Otherwise, each one is computed alone.
+    All sequences with one token are a group, and each of the others is one.
     """
     if batch.max_seqlen_q == 1:  # reads no values, so CUDA graphs can capture it
         yield slice(None), slice(None)
         return
+    query_lens = batch.cu_seqlens_q.diff()
+    decodes = (query_lens == 1).nonzero()[:, 0]
+    if len(decodes) > 0:
+        yield decodes, batch.cu_seqlens_q[decodes]
     bounds = batch.cu_seqlens_q.tolist()
     for seq, (start, end) in enumerate(pairwise(bounds)):
-        yield slice(seq, seq + 1), slice(start, end)
+        if end - start > 1:
+            yield slice(seq, seq + 1), slice(start, end)
 
 
 def convolve(x: Tensor, window: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
