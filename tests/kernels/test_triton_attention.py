@@ -119,13 +119,14 @@ def test_windows_of_some_rows_begin_after_a_tile(window):
 
 
 @pytest.mark.parametrize(
-    "head_dim, is_decode", [(16, False), (20, True), (32, False), (130, False), (256, True)]
+    "head_dim, kind",
+    [(16, "prefill"), (20, "decode"), (128, "few decodes"), (130, "prefill"), (256, "decode")],
 )
-def test_16_bit_tiles_are_not_of_32(head_dim, is_decode):
+def test_16_bit_tiles_are_not_of_32(head_dim, kind):
     """Some releases of Triton fault with them on Hopper."""
     query = (DEVICE, torch.float16, 0)
-    kernels = triton_backend._prepare(is_decode, *query, 4, 2, head_dim, 16, window=None)
-    width = 64 if head_dim <= 64 else 256
+    kernels = triton_backend._prepare(kind, *query, 4, 2, head_dim, 16, window=None)
+    width = next(width for width in (64, 128, 256) if head_dim <= width)
     assert kernels.attend.constants["D"] == width
     assert kernels.attend.constants["N"] != 32
     assert kernels.combine.constants["D"] == width
