@@ -187,7 +187,7 @@ def serve_drafts_between_prompts(llm):
 def hybrid(tmp_path_factory):
     """The path of a model with recurrent states."""
     path = tmp_path_factory.mktemp("hybrid")
-    make_family(path, "qwen3_5")
+    make_family(path, "qwen3.5-moe")
     return str(path)
 
 
