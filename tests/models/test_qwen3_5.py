@@ -18,6 +18,7 @@ from conftest import (
     make_checkpoint,
     random_prompt,
 )
+from families import DELTA
 from transformers import Qwen3_5Config, Qwen3_5TextConfig
 
 from nanovllm import LLM
@@ -27,13 +28,8 @@ from nanovllm.features.speculation.drafts import Drafts
 from nanovllm.worker.state_slots import FIRST_LANE, ZEROS
 
 SETTINGS = dict(
+    DELTA,
     family=Qwen3_5TextConfig,
-    num_hidden_layers=4,
-    layer_types=["linear_attention", "linear_attention", "full_attention", "linear_attention"],
-    linear_num_key_heads=2,
-    linear_num_value_heads=4,
-    linear_key_head_dim=8,
-    linear_value_head_dim=12,
     linear_conv_kernel_dim=4,
     rope_parameters={
         "rope_type": "default",
