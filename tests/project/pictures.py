@@ -1,8 +1,8 @@
 """Draws the course's pictures: python tests/project/pictures.py [NAME ...]
 
 The docstring of each one is its title and its description for readers who cannot see it. Numbers
-come from the package: from a run of the demo model, or from the code that computes them in an
-engine. Each run writes the same files.
+come from runs of the demo model, or from the code that computes them in an engine, except those of
+`budget`, which are recorded. Each run writes the same files.
 """
 
 import sys
@@ -163,7 +163,7 @@ def prefix_hit(picture):
     Before, A holds blocks 0 to 5. The hashes of B's first three blocks lead to blocks 0 to 2.
     After, these have a reference count of 2, and B's fourth block is block 7, a new one.
     """
-    with start_engine(**OPTIONS) as engine:  # the tour, up to its step 3
+    with start_engine(**OPTIONS) as engine:  # the tour without C and D
         for name, num_steps, y in (("A", 3, 66), ("B", 1, 256)):
             engine.add_request(PROMPTS[name], GREEDY)
             for _ in range(num_steps):
@@ -357,10 +357,11 @@ def budget(picture):
     States and blocks share a quarter of what the weights leave. The peak of a step is small beside
     them, and the rest is for other programs.
     """
-    # weights: 1.50 GB; KV cache: of 4.84 GB (0.25 * 19.34 GB available / 1 ranks), 2.38 GB for
-    # states and windows of 58 lanes, 2.45 GB for 12473 blocks of 16 = 199568 tokens
-    #
-    # So it printed. The peak is the high-water mark of the process in a step of 2,048 tokens.
+    # A start with max_num_batched_tokens=2048 printed:
+    #     weights: 1.50 GB
+    #     KV cache: of 4.84 GB (0.25 * 19.34 GB available / 1 ranks), 2.38 GB for states and windows
+    #     of 58 lanes, 2.45 GB for 12473 blocks of 16 = 199568 tokens
+    # The peak is the growth of the process's memory in the largest step.
     x, y = 20, 92
     for kind, size, label in (
         ("A", 1.5, "weights"),
