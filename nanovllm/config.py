@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any, Concatenate, Literal, ParamSpec
 
-from nanovllm.backends import BACKENDS
+from nanovllm.layers.backends import BACKENDS
 from nanovllm.utils.checks import (
     Checked,
     check_choice,
@@ -67,7 +67,7 @@ class Config(Checked):
         enable_kernels: False: run only the plain torch code of layers/ and models/, for reading and
             debugging. Attention is then "torch".
         attention_backend: "auto": the fastest backend that can run here. A named backend that
-            cannot run here is an error. backends.py lists the names.
+            cannot run here is an error. layers/backends.py lists the names.
         load_format: "auto": the checkpoint's weights. "dummy": random weights in the shapes of
             config.json.
         quantization: "int8" or "int4": quantize weights that the checkpoint stores in 16 or 32 bits

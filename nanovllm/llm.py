@@ -9,6 +9,7 @@ from tqdm import tqdm
 from nanovllm.config import Config, takes
 from nanovllm.engine.feature import Feature
 from nanovllm.engine.input_processor import PreparedPrompt, Prompt
+from nanovllm.engine.outputs import RequestOutput
 from nanovllm.engine.request import Inbox, Request
 from nanovllm.features.beam_search import BeamSearch, make_outputs, search_together
 from nanovllm.features.prompt_logprobs import PromptScores
@@ -17,7 +18,6 @@ from nanovllm.features.speculation.drafts import Drafts
 from nanovllm.features.structured_outputs.grammars import StructuredOutputs
 from nanovllm.features.thread_safety import ThreadSafeEngine
 from nanovllm.features.windows import Windows
-from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.chat_template import ChatTemplate, Message, Tool
 from nanovllm.text.vocabulary import Vocabulary

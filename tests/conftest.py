@@ -30,7 +30,6 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm import batch as batches
-from nanovllm.backends import BACKENDS
 from nanovllm.batch import Batch, SamplingBatch
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
@@ -41,6 +40,7 @@ from nanovllm.engine.step import Step
 from nanovllm.features.windows import Windows
 from nanovllm.layers import sampler
 from nanovllm.layers.attention import AttentionShape
+from nanovllm.layers.backends import BACKENDS
 from nanovllm.utils.helpers import cdiv
 
 Kind = TypeVar("Kind", bound=Feature)

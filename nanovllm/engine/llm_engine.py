@@ -32,11 +32,11 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.feature import Feature, check_served
 from nanovllm.engine.input_processor import InputProcessor, PreparedPrompt, Prompt
 from nanovllm.engine.model_runner import ModelRunner, Sampled
+from nanovllm.engine.outputs import Logprobs, RequestOutput, Stats
 from nanovllm.engine.request import Inbox, Request
 from nanovllm.engine.scheduler import POLICIES
 from nanovllm.engine.step import Step
 from nanovllm.models.architectures import read_spec
-from nanovllm.outputs import Logprobs, RequestOutput, Stats
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompt_encoder import PromptEncoder
 from nanovllm.utils.checks import check_choice, check_int

@@ -15,15 +15,15 @@ from torch import Tensor
 from nanovllm.batch import Batch
 from nanovllm.config import Config
 from nanovllm.engine.feature import Feature
+from nanovllm.engine.outputs import Logprobs
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
 from nanovllm.engine.warm_up import sample_each_kind, sample_test_rows
 from nanovllm.layers.logprobs import find_logprobs, read_logprobs
+from nanovllm.layers.packing import to_device
 from nanovllm.layers.penalties import apply_penalties
 from nanovllm.layers.sampler import Sampler, make_sampling_batch
 from nanovllm.models.spec import ModelSpec
-from nanovllm.outputs import Logprobs
-from nanovllm.packing import to_device
 from nanovllm.utils.helpers import cdiv
 from nanovllm.worker.device import engine_settings
 from nanovllm.worker.executor import Executor, MultiRankExecutor

@@ -19,9 +19,9 @@ from collections.abc import Collection
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.feature import Feature
+from nanovllm.engine.outputs import FinishReason
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
-from nanovllm.outputs import FinishReason
 
 
 class Scheduler:

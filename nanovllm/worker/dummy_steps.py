@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.batch import Batch, make_batch
-from nanovllm.packing import copy_to
+from nanovllm.layers.packing import copy_to
 from nanovllm.utils.helpers import cdiv
 from nanovllm.worker.state_slots import ZEROS
 from nanovllm.worker.worker import Worker

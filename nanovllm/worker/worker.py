@@ -17,10 +17,10 @@ from nanovllm.batch import Batch
 from nanovllm.checkpoints.tensor_files import open_weights
 from nanovllm.config import MAX_DRAFT_STEP, Config
 from nanovllm.layers import attention
+from nanovllm.layers.packing import copy_to, pack, unpack
 from nanovllm.layers.tensor_parallel import ALONE
 from nanovllm.models import weights
 from nanovllm.models.spec import CausalLM, ModelSpec
-from nanovllm.packing import copy_to, pack, unpack
 from nanovllm.utils.checks import naming
 from nanovllm.utils.helpers import cdiv, report
 from nanovllm.worker.cache_plan import CachePlan

@@ -49,11 +49,11 @@ from nanovllm.kernels import kernelize, replacement
 from nanovllm.kernels.cuda import attention, graphs, layers, linear
 from nanovllm.layers.gated_delta import DeltaInputs, DeltaSizes, GatedDeltaRule
 from nanovllm.layers.linear import ColumnParallelLinear
+from nanovllm.layers.packing import pack, unpack
 from nanovllm.layers.quantized import Scheme
 from nanovllm.layers.rotary import RopeSpec
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models.quantized_layers import quantize_layer
-from nanovllm.packing import pack, unpack
 from nanovllm.worker import worker
 from nanovllm.worker.dummy_steps import make_dummy_batch, run_dummy_step
 from nanovllm.worker.startup import make_step

@@ -28,12 +28,12 @@ from torch import Tensor, nn
 from transformers import Qwen3_5TextConfig
 
 from nanovllm import batch as batch_module
-from nanovllm import packing
 from nanovllm.batch import Batch
 from nanovllm.kernels.cuda import graphs
 from nanovllm.kernels.cuda.graphs import CudaGraphs
 from nanovllm.kernels.cuda.launch import prepare
-from nanovllm.packing import ARRAYS, pack, unpack
+from nanovllm.layers import packing
+from nanovllm.layers.packing import ARRAYS, pack, unpack
 from nanovllm.worker.worker import run_step
 
 pytest.importorskip("triton", reason="triton is not installed")

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from nanovllm.engine.feature import Constraint
+from nanovllm.engine.outputs import FinishReason
 from nanovllm.engine.request import Request
 from nanovllm.engine.sequence import Sequence
-from nanovllm.outputs import FinishReason
-from nanovllm.packing import to_device
+from nanovllm.layers.packing import to_device
 
 
 class GrammarConstraint(Constraint):
