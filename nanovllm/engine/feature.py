@@ -44,7 +44,10 @@ NEEDS_LLM = "no feature of this engine serves it: use nanovllm.LLM, which has al
 
 
 class Constraint:
-    """What may end a request. Each sample has a copy, which has consumed its generated tokens."""
+    """What may end a request. Each sample has a copy, which has consumed its generated tokens.
+
+    This one, of a request without any, ends nothing.
+    """
 
     def restart(self, token_ids: list[int]) -> None:
         """Consume these generated tokens, and no others."""
@@ -76,12 +79,12 @@ class Feature:
     def reset(self) -> None:
         """The KV cache is empty and no sequence runs. Unfinished sequences are waiting."""
 
-    def prepare(self, params: SamplingParams, num_samples: int) -> Constraint | None:
-        """Return what may end the `num_samples` requests of prompts that share `params`.
+    def prepare(self, params: SamplingParams, num_samples: int) -> dict[str, Any]:
+        """Return fields for the `num_samples` requests of prompts that share `params`.
 
         Raises ValueError for parameters that cannot be served.
         """
-        return None
+        return {}
 
     def begin_step(self) -> None:
         """A step begins. Drop what an interrupted one has left."""

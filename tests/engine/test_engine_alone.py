@@ -52,8 +52,6 @@ def test_a_policy_is_chosen_by_its_name_or_by_chunked_prefill(tiny):
     ]:
         engine = LLMEngine(Config(tiny[0], **options, **POOL))
         assert type(engine.scheduler) is POLICIES[expected]
-    with pytest.raises(ValueError, match="policy='mixed' needs enable_chunked_prefill=True"):
-        Config(tiny[0], policy="mixed", enable_chunked_prefill=False)
     with pytest.raises(ValueError, match="policy must be one of 'mixed', 'prefill_first'"):
         LLMEngine(Config(tiny[0], policy="unknown"))
 

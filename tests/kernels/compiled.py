@@ -265,7 +265,7 @@ def serve(num_heads, num_kv_heads, vocab_size, enforce_eager):
         logits = run_dummy_step(rank, query_lens)
         # As of three ranks, whose padding is cut off. Later logits are contiguous.
         logits = F.pad(logits, (0, 1))[:, :-1]
-        sample_each_kind(runner.sample_and_read, rank, logits)
+        sample_each_kind(runner, logits)
     for name, (lengths, settings) in LIFE.items():
         part = name
         prompts = [[i + 1] * length for i, length in enumerate(lengths)]

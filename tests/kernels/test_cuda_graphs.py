@@ -34,7 +34,7 @@ from nanovllm.kernels.cuda.graphs import CudaGraphs
 from nanovllm.kernels.cuda.launch import prepare
 from nanovllm.layers import packing
 from nanovllm.layers.packing import ARRAYS, pack, unpack
-from nanovllm.worker.worker import run_step
+from nanovllm.worker.startup import make_step
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -239,7 +239,7 @@ def test_pending_ids_are_filled_in_on_the_static_buffer(monkeypatch, query_lens)
 
     newest_tokens = torch.zeros(4, dtype=torch.int32)
     decoder = Decoder()
-    step = partial(run_step, decoder, [], newest_tokens)
+    step = make_step(SimpleNamespace(model=decoder, kv_caches=[], newest_tokens=newest_tokens))
     captured = CudaGraphs(step, decoder, make_decodes(4), torch.device("cpu"), 8)
     num_seqs = len(query_lens)
     batch = make_batch(query_lens, query_lens, torch.zeros(num_seqs, 1, dtype=torch.int32))
