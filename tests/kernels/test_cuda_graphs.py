@@ -185,11 +185,14 @@ def test_padding_reads_and_writes_nothing(monkeypatch, has_windows, is_interpret
         assert num_seqs + len(surplus) <= len(seen.context_lens)
 
 
+EMPTY = torch.zeros(0)
+
+
 @dataclass(frozen=True)
 class LongerBatch(Batch):
     # make_batch sets no values for these.
-    draws: Annotated[Tensor | None, "num_logits"] = None
-    states: Annotated[Tensor | None, "num_seqs", {"padding": -1}] = None
+    draws: Annotated[Tensor, "num_logits"] = EMPTY
+    states: Annotated[Tensor, "num_seqs", {"padding": -1}] = EMPTY
 
 
 @pytest.fixture
