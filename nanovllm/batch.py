@@ -104,7 +104,7 @@ def make_batch(
     contexts = np.array(context_lens, np.int32)
     cu_seqlens_q = np.array([0, *accumulate(query_lens)], np.int32)
     # For each token: its sequence, 0 0 0 1 2 2 in the picture, and its offset in the query.
-    seq_index = np.repeat(np.arange(len(lens)), query_lens)
+    seq_index = np.repeat(np.arange(len(lens)), lens)
     query_offsets = np.arange(len(seq_index), dtype=np.int32) - cu_seqlens_q[seq_index]
     positions = (contexts - lens)[seq_index] + query_offsets
     blocks, offsets = np.divmod(positions, block_size)
@@ -126,7 +126,7 @@ def make_batch(
         window_tables=block_tables[:, :0],
         long_queries=np.flatnonzero(lens > 1).astype(np.int32),
         max_seqlen_q=max(query_lens),
-        max_seqlen_k=max(context_lens),
+        max_seqlen_k=int(contexts.max()),
     )
 
 

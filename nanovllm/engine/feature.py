@@ -44,10 +44,7 @@ NEEDS_LLM = "no feature of this engine serves it: use nanovllm.LLM, which has al
 
 
 class Constraint:
-    """What may end a request. Each sample has a copy, which has consumed its generated tokens.
-
-    This one, of a request without any, ends nothing.
-    """
+    """What may end a request. Each sample has a copy, which has consumed its generated tokens."""
 
     def restart(self, token_ids: list[int]) -> None:
         """Consume these generated tokens, and no others."""
