@@ -8,14 +8,14 @@ lists its files. The README says in which order to read them. The entry point is
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.outputs import RequestOutput
+from nanovllm.engine.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
 
 __version__ = "0.1.0"
-DEMO_MODEL = str(Path(__file__).parent / "demo_model")
+DEMO_MODEL = str(Path(__file__).parent / "checkpoints" / "demo_model")
 
 __all__ = ["DEMO_MODEL", "LLM", "RequestOutput", "SamplingParams", "StructuredOutputsParams"]
 

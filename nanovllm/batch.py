@@ -1,8 +1,9 @@
 """The message from the engine to the model: one step as plain arrays.
 
-ModelRunner builds it from sequences, and the worker makes dummies for profile and warm-up runs. The
-model and its attention read it. On the host its arrays are numpy's, because a step makes and packs
-a dozen small ones, for which torch takes longer. The model receives them as tensors.
+ModelRunner builds it from sequences, and the worker makes dummies for profile and warm-up runs,
+both with make_batch. The model and its attention read it. On the host its arrays are numpy's,
+because a step makes and packs a dozen small ones, for which torch takes longer. The model receives
+them as tensors.
 
 Three sequences that compute 3, 1 and 2 tokens look like this (block size 4):
 
@@ -31,19 +32,21 @@ that it can be sent as one concatenated tensor.
 A negative id in `input_ids` is a pending token: ~id is its row in the step before, whose tokens the
 host has not read yet (engine/sequence.py). The worker fills it in on the device.
 
-packing.py iterates over the fields to send a batch to other ranks and to copy it into CUDA
-graphs. A new field therefore needs one line below, one in make_batch and one in ModelRunner. (A
-number, or an array of a new shape, also needs an entry in find_sizes of graphs.py.) An array is
-declared with its shape. `padding` is what a graph reads past the end of an array, and 0 if not
-given (kernels/cuda/graph_kernels.py). Numbers are fixed when a graph is captured, see graphs.py.
+layers/packing.py iterates over the fields to send a batch to other ranks and to copy it into CUDA
+graphs. A new field therefore needs one line below and one in make_batch. (A number, or an array of
+a new shape, also needs an entry in find_sizes of graphs.py.) An array is declared with its shape.
+`padding` is what a graph reads past the end of an array, and 0 if not given
+(kernels/cuda/graph_kernels.py). Numbers are fixed when a graph is captured, see graphs.py.
 
 Noise and Filters say how to sample. They go to the sampler only, on rank 0.
 """
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Annotated, Any, Generic, TypeVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -85,36 +88,45 @@ class Batch(Generic[Array]):
 
 
 def make_batch(
-    query_lens: list[int], context_lens: list[int], block_tables: Tensor, block_size: int
-) -> Batch:
-    """Make a batch without sequences, for dummy steps and tests, on the device of `block_tables`.
+    query_lens: list[int],
+    context_lens: list[int],
+    block_tables: np.ndarray,
+    block_size: int,
+    input_ids: list[int] | None = None,
+    num_logits: list[int] | None = None,
+    state_slots: np.ndarray | None = None,
+) -> Batch[np.ndarray]:
+    """Make the arrays of a step, in one pool of blocks.
 
-    Token ids and state slots are 0. The last token of each sequence needs logits. There is one pool
-    of blocks.
+    By default token ids and state slots are 0, and the last token of each sequence needs logits.
     """
-    with block_tables.device:
-        lens = torch.tensor(query_lens, dtype=torch.int32)
-        contexts = torch.tensor(context_lens, dtype=torch.int32)
-        seq_index = torch.arange(len(lens)).repeat_interleave(lens)  # for each token
-        tokens = torch.arange(len(seq_index), dtype=torch.int32)
-    cu_seqlens_q = F.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
-    positions = tokens + (contexts - cu_seqlens_q[1:])[seq_index]
-    blocks = block_tables[seq_index, positions // block_size]
+    lens = np.array(query_lens, np.int32)
+    contexts = np.array(context_lens, np.int32)
+    cu_seqlens_q = np.array([0, *accumulate(query_lens)], np.int32)
+    # For each token: its sequence, 0 0 0 1 2 2 in the picture, and its offset in the query.
+    seq_index = np.repeat(np.arange(len(lens)), lens)
+    query_offsets = np.arange(len(seq_index), dtype=np.int32) - cu_seqlens_q[seq_index]
+    positions = (contexts - lens)[seq_index] + query_offsets
+    blocks, offsets = np.divmod(positions, block_size)
+    has_logits = query_offsets >= (lens - (1 if num_logits is None else num_logits))[seq_index]
+    ids = np.zeros_like(positions) if input_ids is None else np.array(input_ids, np.int32)
+    slots = np.zeros_like(lens) if state_slots is None else state_slots
     return Batch(
-        input_ids=torch.zeros_like(tokens),
+        input_ids=ids,
         positions=positions,
-        slot_mapping=blocks * block_size + positions % block_size,
+        slot_mapping=block_tables[seq_index, blocks] * block_size + offsets,
         cu_seqlens_q=cu_seqlens_q,
         context_lens=contexts,
         block_tables=block_tables,
-        logits_indices=cu_seqlens_q[1:] - 1,
-        read_slots=torch.zeros_like(lens),
-        write_slots=torch.zeros_like(lens),
-        window_slots=tokens[:0],
+        logits_indices=np.flatnonzero(has_logits).astype(np.int32),
+        read_slots=slots,
+        write_slots=slots,
+        # A feature fills both if there is a second pool of blocks.
+        window_slots=positions[:0],
         window_tables=block_tables[:, :0],
-        long_queries=(lens > 1).nonzero().flatten().int(),
+        long_queries=np.flatnonzero(lens > 1).astype(np.int32),
         max_seqlen_q=max(query_lens),
-        max_seqlen_k=max(context_lens),
+        max_seqlen_k=int(contexts.max()),
     )
 
 

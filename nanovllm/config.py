@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any, Concatenate, Literal, ParamSpec
 
-from nanovllm.backends import BACKENDS
+from nanovllm.layers.backends import BACKENDS
 from nanovllm.utils.checks import (
     Checked,
     check_choice,
@@ -45,29 +45,29 @@ class Config(Checked):
         max_model_len: Maximum of prompt plus generated tokens. None: the model's limit, but at most
             4096 and at most what the KV cache holds. With longrope the limit is the original
             length, and a larger value selects the long factors for all positions.
-        max_num_batched_tokens: Token budget of one step. It is lowered, with a message, if layers
-            with a window have no memory for the K/V of so many tokens beside their windows.
-        max_num_seqs: Maximum number of sequences that hold KV blocks at once. It is lowered, with a
-            message, if there is no memory for the recurrent states or windows of so many.
+        max_num_batched_tokens: Token budget of one step. It is lowered if layers with a window have
+            no memory for the K/V of so many tokens beside their windows.
+        max_num_seqs: Maximum number of sequences that hold KV blocks at once. It is lowered if
+            there is no memory for the recurrent states or windows of so many.
         kvcache_block_size: Tokens per block. None: the attention backend's preference.
         num_kvcache_blocks: Blocks in the KV cache. None: computed from the available memory. The
-            computation is printed at start.
+            computation, and what was lowered, are printed at start.
         gpu_memory_utilization: Fraction of the GPU's memory that this engine may use, in (0, 1].
         kvcache_memory_bytes: Size of the KV cache per rank, of which recurrent states or windows
             take at most half, unless all layers have windows. None: on a GPU, what
             gpu_memory_utilization leaves. On a CPU, a quarter of the available memory, divided by
             the ranks. This default is limited to what max_num_seqs sequences of max_model_len use.
         enable_prefix_caching: Reuse full blocks of identical prefixes.
-        enable_chunked_prefill: vLLM's name for two of the policies. True: "mixed". False:
-            "prefill_first". It has no other effect.
+        enable_chunked_prefill: False is vLLM's way to choose the policy "prefill_first", whatever
+            `policy` is. True has no effect.
         policy: "mixed": decodes and chunks of prompts share a step. "prefill_first": a step has
             whole prompts or decodes, as in the vLLM V0 engine. engine/scheduler.py lists the names
-            in POLICIES. "auto": the one that enable_chunked_prefill names.
+            in POLICIES.
         enforce_eager: Disable CUDA graphs.
         enable_kernels: False: run only the plain torch code of layers/ and models/, for reading and
             debugging. Attention is then "torch".
         attention_backend: "auto": the fastest backend that can run here. A named backend that
-            cannot run here is an error. backends.py lists the names.
+            cannot run here is an error. layers/backends.py lists the names.
         load_format: "auto": the checkpoint's weights. "dummy": random weights in the shapes of
             config.json.
         quantization: "int8" or "int4": quantize weights that the checkpoint stores in 16 or 32 bits
@@ -94,7 +94,7 @@ class Config(Checked):
     kvcache_memory_bytes: int | None = checked(None, check_int, 1, 2**48)
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
-    policy: str = checked("auto", check_str)
+    policy: str = checked("mixed", check_str)
     enforce_eager: bool = False
     enable_kernels: bool = True
     attention_backend: str = checked("auto", check_choice, ("auto", *BACKENDS))
@@ -114,13 +114,8 @@ class Config(Checked):
                 f"attention_backend={self.attention_backend!r} needs enable_kernels=True:"
                 " set it, or use attention_backend='torch'"
             )
-        if self.policy == "auto":
-            policy = "mixed" if self.enable_chunked_prefill else "prefill_first"
-            object.__setattr__(self, "policy", policy)
-        elif not self.enable_chunked_prefill and self.policy != "prefill_first":
-            raise ValueError(
-                f"policy={self.policy!r} needs enable_chunked_prefill=True: leave out one of them"
-            )
+        if not self.enable_chunked_prefill:
+            object.__setattr__(self, "policy", "prefill_first")
 
     @property
     def needs(self) -> list[str]:

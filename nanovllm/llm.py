@@ -9,6 +9,7 @@ from tqdm import tqdm
 from nanovllm.config import Config, takes
 from nanovllm.engine.feature import Feature
 from nanovllm.engine.input_processor import PreparedPrompt, Prompt
+from nanovllm.engine.outputs import RequestOutput
 from nanovllm.engine.request import Inbox, Request
 from nanovllm.features.beam_search import BeamSearch, make_outputs, search_together
 from nanovllm.features.prompt_logprobs import PromptScores
@@ -17,9 +18,8 @@ from nanovllm.features.speculation.drafts import Drafts
 from nanovllm.features.structured_outputs.grammars import StructuredOutputs
 from nanovllm.features.thread_safety import ThreadSafeEngine
 from nanovllm.features.windows import Windows
-from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.chat_template import ChatTemplate, Message, Tool
+from nanovllm.text.chat_template import ChatTemplate, Message
 from nanovllm.text.vocabulary import Vocabulary
 from nanovllm.utils.checks import (
     check_bool,
@@ -112,10 +112,7 @@ class LLM(ThreadSafeEngine):
         messages: list[Message] | list[list[Message]],
         sampling_params: Params = None,
         use_tqdm: bool = True,
-        tools: list[Tool] | None = None,
-        chat_template_kwargs: dict[str, Any] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
+        **options: Any,
     ) -> list[RequestOutput]:
         """Generate the next message of one conversation or of a list of them.
 
@@ -123,11 +120,12 @@ class LLM(ThreadSafeEngine):
         those of OpenAI's API. The content of a message is a str, or a list of parts, of which only
         type "text" is supported. Tool calls are in the text of the reply, as the model writes them.
 
-        Args:
+        Options:
             tools: The functions that the model may call.
             chat_template_kwargs: Variables of the template, such as enable_thinking of Qwen3.
-            add_generation_prompt: Let the prompt end with the start of an assistant's message.
-            continue_final_message: Continue the last message instead, which needs
+            add_generation_prompt: False lets the prompt end without the start of an assistant's
+                message.
+            continue_final_message: True continues the last message instead, which needs
                 add_generation_prompt=False.
         """
         expected = "a list of dicts, or a list of such lists"
@@ -135,13 +133,7 @@ class LLM(ThreadSafeEngine):
         conversations: list[Any] = list(messages)
         if conversations and isinstance(conversations[0], dict):
             conversations = [conversations]
-        prompts = self.encode_chats(
-            conversations,
-            tools=tools,
-            chat_template_kwargs=chat_template_kwargs,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-        )
+        prompts = self.encode_chats(conversations, **options)
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def encode_chats(self, conversations: list[list[Message]], **options: Any) -> list[Prompt]:

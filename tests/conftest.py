@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
 
+import numpy as np
 import pytest
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # each process has a core
@@ -30,7 +31,6 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm import batch as batches
-from nanovllm.backends import BACKENDS
 from nanovllm.batch import Batch, SamplingBatch
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
@@ -41,6 +41,8 @@ from nanovllm.engine.step import Step
 from nanovllm.features.windows import Windows
 from nanovllm.layers import sampler
 from nanovllm.layers.attention import AttentionShape
+from nanovllm.layers.backends import BACKENDS
+from nanovllm.layers.packing import copy_to
 from nanovllm.utils.helpers import cdiv
 
 Kind = TypeVar("Kind", bound=Feature)
@@ -245,10 +247,10 @@ def find_obstacle(
 
 def make_batch(query_lens, context_lens, block_tables, device="cpu") -> Batch:
     """Make a batch for attention. Tokens and states are 0, and all K/V go to slot 0."""
-    tables = block_tables.to(device)
-    batch = batches.make_batch(query_lens, context_lens, tables, max(context_lens))
-    zeros = torch.zeros_like(batch.input_ids)
-    return replace(batch, positions=zeros, slot_mapping=zeros)
+    batch = batches.make_batch(query_lens, context_lens, block_tables.numpy(), max(context_lens))
+    zeros = np.zeros_like(batch.input_ids)
+    batch = replace(batch, positions=zeros, slot_mapping=zeros)
+    return copy_to(batch, torch.device(device))
 
 
 def find_feature(llm: LLM, kind: type[Kind]) -> Kind | None:

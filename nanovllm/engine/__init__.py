@@ -9,6 +9,7 @@ model_runner.py     a step to a batch, logits to tokens
 llm_engine.py       one step: schedule, forward, sample, read, record, commit
 input_processor.py  prompts to requests
 request.py          a sequence with text, as its caller sees it
+outputs.py          the types of results
 warm_up.py          sampling before the first request
 
 The core imports nothing of features/. Only input_processor.py, request.py and llm_engine.py use

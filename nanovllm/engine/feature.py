@@ -33,9 +33,9 @@ from torch import Tensor
 
 from nanovllm.batch import Batch
 from nanovllm.engine.block_manager import Block
+from nanovllm.engine.outputs import FinishReason
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
-from nanovllm.outputs import FinishReason
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import invalid
 
@@ -76,12 +76,12 @@ class Feature:
     def reset(self) -> None:
         """The KV cache is empty and no sequence runs. Unfinished sequences are waiting."""
 
-    def prepare(self, params: SamplingParams, num_samples: int) -> Constraint | None:
-        """Return what may end the `num_samples` requests of prompts that share `params`.
+    def prepare(self, params: SamplingParams, num_samples: int) -> dict[str, Any]:
+        """Return fields for the `num_samples` requests of prompts that share `params`.
 
         Raises ValueError for parameters that cannot be served.
         """
-        return None
+        return {}
 
     def begin_step(self) -> None:
         """A step begins. Drop what an interrupted one has left."""

@@ -56,8 +56,10 @@ class InputProcessor:
     def make_fields(self, params: SamplingParams, num_samples: int) -> dict[str, Any]:
         """Collect what features add to the `num_samples` requests with these parameters."""
         check_served(params.needs, self.features)
-        constraints = [feature.prepare(params, num_samples) for feature in self.features]
-        return {"constraints": [each for each in constraints if each is not None]}
+        fields: dict[str, Any] = {}
+        for feature in self.features:
+            fields |= feature.prepare(params, num_samples)
+        return fields
 
     def make_requests(
         self, prompts: list[PreparedPrompt], eos_token_ids: frozenset[int], inbox: Inbox

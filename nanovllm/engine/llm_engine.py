@@ -32,11 +32,11 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.feature import Feature, check_served
 from nanovllm.engine.input_processor import InputProcessor, PreparedPrompt, Prompt
 from nanovllm.engine.model_runner import ModelRunner, Sampled
+from nanovllm.engine.outputs import Logprobs, RequestOutput, Stats
 from nanovllm.engine.request import Inbox, Request
 from nanovllm.engine.scheduler import POLICIES
 from nanovllm.engine.step import Step
 from nanovllm.models.architectures import read_spec
-from nanovllm.outputs import Logprobs, RequestOutput, Stats
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompt_encoder import PromptEncoder
 from nanovllm.utils.checks import check_choice, check_int
@@ -100,8 +100,6 @@ class LLMEngine:
         self.overlaps = self.device.type == "cuda"
         for feature in features:
             self.add_feature(feature)
-        if self.overlaps:
-            report("steps overlap: each is launched before the tokens of the previous one are read")
 
     def add_feature(self, feature: Feature) -> None:
         """Add a feature after the others, if this engine uses it, between two steps.
@@ -157,8 +155,14 @@ class LLMEngine:
                     self.scheduler.advance(step)
                 else:
                     self._complete()
-        self._issue_warnings()
-        return self._report(self._inbox if inbox is None else inbox)
+        # Warnings come first, because one that is an error (-W error) would lose the outputs.
+        while self.warnings:
+            warnings.warn(self.warnings.popleft(), RuntimeWarning, stacklevel=2)
+        if inbox is None:
+            inbox = self._inbox
+        outputs = [request.output() for request in inbox]
+        inbox.clear()
+        return outputs
 
     def _complete(self) -> None:
         """Read the tokens of the step in flight, if there is one, and record them."""
@@ -186,17 +190,6 @@ class LLMEngine:
                     reason = request.explain_error()
                     message = f"request {request.seq_id} ends with an error: {reason}"
                     self.warnings.append(message)
-
-    def _issue_warnings(self) -> None:
-        # Warnings come first, because one that is an error (-W error) would lose the outputs.
-        while self.warnings:
-            warnings.warn(self.warnings.popleft(), RuntimeWarning, stacklevel=3)
-
-    def _report(self, inbox: Inbox) -> list[RequestOutput]:
-        """Return the requests with progress that was not reported yet."""
-        outputs = [request.output() for request in inbox]
-        inbox.clear()
-        return outputs
 
     def abort(self, request_id: int) -> None:
         """Abort a request with all its samples. No effect if it is unknown or finished."""

@@ -5,25 +5,24 @@ It reads sequences, and changes neither them nor the queues.
 
 import weakref
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.batch import Batch
+from nanovllm.batch import Batch, make_batch
 from nanovllm.config import Config
 from nanovllm.engine.feature import Feature
+from nanovllm.engine.outputs import Logprobs
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
 from nanovllm.engine.warm_up import sample_each_kind, sample_test_rows
 from nanovllm.layers.logprobs import find_logprobs, read_logprobs
+from nanovllm.layers.packing import to_device
 from nanovllm.layers.penalties import apply_penalties
 from nanovllm.layers.sampler import Sampler, make_sampling_batch
 from nanovllm.models.spec import ModelSpec
-from nanovllm.outputs import Logprobs
-from nanovllm.packing import to_device
 from nanovllm.utils.helpers import cdiv
 from nanovllm.worker.device import engine_settings
 from nanovllm.worker.executor import Executor, MultiRankExecutor
@@ -74,7 +73,7 @@ class ModelRunner:
                 self_test = partial(sample_test_rows, self.sampler, spec.dtype)
                 run = self_test if self.device.type == "cuda" else None
                 worker.kernels.kernelize(self.sampler, self.device, spec.dtype, run)
-            sample = partial(sample_each_kind, self.sample_and_read, worker)
+            sample = partial(sample_each_kind, self)
             self.executor.call(start_worker, worker, sample)
         # The block tables of all lanes, so that a decode need not copy its whole table.
         self.block_tables = np.zeros((worker.plan.num_lanes, worker.block_table_width), np.int32)
@@ -88,22 +87,19 @@ class ModelRunner:
 
     def _execute(self, step: Step, batch: Batch) -> Tensor:
         worker = self.executor.worker
-        hidden = worker.execute(batch)
-        if len(hidden) <= worker.max_num_logits:
-            return self._compute_logits(step, hidden)
-        parts = hidden.split(worker.max_num_logits)
-        return torch.cat([self._compute_logits(step, rows) for rows in parts])
-
-    def _compute_logits(self, step: Step, hidden: Tensor) -> Tensor:
-        logits = self.executor.worker.compute_logits(hidden)
-        for feature in self.features:
-            logits = feature.computed(step, logits)
-        return logits
+        parts: list[Tensor] = []  # more than one if the step scores long prompts
+        for hidden in worker.execute(batch).split(worker.max_num_logits):
+            logits = worker.compute_logits(hidden)
+            for feature in self.features:
+                logits = feature.computed(step, logits)
+            parts.append(logits)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def prepare_batch(self, step: Step) -> Batch[np.ndarray]:
         """Flatten the tokens of a step, on the host. batch.py draws the result."""
         block_size = self.block_size
         input_ids: list[int] = []
+        context_lens: list[int] = []
         for seq, num_tokens in zip(step.seqs, step.num_tokens):
             start = seq.num_computed_tokens
             if num_tokens == 1:
@@ -114,37 +110,17 @@ class ModelRunner:
             # block boundary, so the first step of a sequence copies its whole table.
             if num_tokens > 1 or start % block_size == 0:
                 self.block_tables[seq.lane, : len(seq.block_table)] = seq.block_table
-        starts = np.array([seq.num_computed_tokens for seq in step.seqs], np.int32)
+            context_lens.append(start + num_tokens)
         lanes = np.array([seq.lane for seq in step.seqs], np.int32)
-        query_lens = np.array(step.num_tokens, np.int32)
-        cu_seqlens_q = np.array([0, *accumulate(step.num_tokens)], np.int32)
-        context_lens = starts + query_lens
-        # For each token: its sequence, 0 0 0 1 2 2 in batch.py, and its offset in the query.
-        seq_index = np.repeat(np.arange(len(lanes)), step.num_tokens)
-        query_offsets = np.arange(len(input_ids), dtype=np.int32) - cu_seqlens_q[seq_index]
-        positions = starts[seq_index] + query_offsets
-        has_logits = query_offsets >= (query_lens - step.num_logits)[seq_index]
-        max_seqlen_k = int(context_lens.max())
-        block_tables = self.block_tables[lanes, : cdiv(max_seqlen_k, block_size)]
-        blocks, offsets = np.divmod(positions, block_size)
-        # The state slots of the lanes. A feature chooses others if a model has recurrent states.
-        state_slots = lanes + FIRST_LANE
-        return Batch(
-            input_ids=np.array(input_ids, np.int32),
-            positions=positions,
-            slot_mapping=block_tables[seq_index, blocks] * block_size + offsets,
-            cu_seqlens_q=cu_seqlens_q,
-            context_lens=context_lens,
-            block_tables=block_tables,
-            logits_indices=np.flatnonzero(has_logits).astype(np.int32),
-            read_slots=state_slots,
-            write_slots=state_slots,
-            # A feature fills both if there is a second pool of blocks.
-            window_slots=lanes[:0],
-            window_tables=block_tables[:, :0],
-            long_queries=np.flatnonzero(query_lens > 1).astype(np.int32),
-            max_seqlen_q=max(step.num_tokens),
-            max_seqlen_k=max_seqlen_k,
+        num_blocks = cdiv(max(context_lens), block_size)
+        return make_batch(
+            step.num_tokens,
+            context_lens,
+            self.block_tables[lanes, :num_blocks],
+            block_size,
+            input_ids,
+            step.num_logits,
+            state_slots=lanes + FIRST_LANE,  # a feature chooses others for recurrent states
         )
 
     def sample(self, logits: Tensor, step: Step) -> Sampled:
@@ -166,9 +142,6 @@ class ModelRunner:
         tokens = self.sampler(processed, batch)
         self.executor.worker.keep_tokens(tokens)
         return Sampled(step, rows, logits, tokens)
-
-    def sample_and_read(self, logits: Tensor, step: Step) -> tuple[list[list[int]], Logprobs]:
-        return self.read(self.sample(logits, step))
 
     def read(self, sampled: Sampled) -> tuple[list[list[int]], Logprobs]:
         """Wait for a step. Return each sequence's valid tokens, and their log probabilities."""

@@ -21,7 +21,7 @@ until it is known.
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from nanovllm.outputs import FinishReason
+from nanovllm.engine.outputs import FinishReason
 from nanovllm.sampling_params import SamplingParams
 
 

@@ -70,12 +70,15 @@ class Step:
 
         Return the rows of logits that are left.
         """
-        rows = self.split(list(range(sum(self.num_logits))))
-        planned = list(zip(self.seqs, self.num_tokens, rows))
-        self.seqs, self.num_tokens, self.num_logits = [], [], []
-        left: list[int] = []
-        for seq, num_tokens, own_rows in planned:
+        rest = Step()
+        rows: list[int] = []
+        end = 0
+        for seq, num_tokens, num_logits in self:
+            end += num_logits
             if seq.finish_reason is None:
-                self.add(seq, num_tokens, len(own_rows))
-                left += own_rows
-        return left
+                rest.add(seq, num_tokens, num_logits)
+                rows += range(end - num_logits, end)
+        self.seqs = rest.seqs
+        self.num_tokens = rest.num_tokens
+        self.num_logits = rest.num_logits
+        return rows

@@ -1,6 +1,6 @@
 """Sampling before the first request: for self-tests, the profile run and warm-up runs."""
 
-from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,7 +9,6 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
 from nanovllm.layers.sampler import Sampler, make_sampling_batch
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.worker.worker import Worker
 
 KINDS = [
     SamplingParams(temperature=0.0),
@@ -32,10 +31,10 @@ def sample_test_rows(sampler: Sampler, dtype: torch.dtype) -> None:
     sampler(logits.to(device, dtype), batch)
 
 
-def sample_each_kind(
-    sample: Callable[[Tensor, Step], object], worker: Worker, logits: Tensor
-) -> None:
+def sample_each_kind(runner: Any, logits: Tensor) -> None:
     """Sample from `logits` [num_rows, vocab_size] with each kind of parameters.
+
+    `runner` is a ModelRunner, whose module imports this one.
 
     On a GPU this lets MemoryMeter see the peak of sampling, and compiles the kernels. The memory of
     penalties depends on the longest sequence.
@@ -43,7 +42,7 @@ def sample_each_kind(
     for params in KINDS:
         step = Step()
         for seq_id in range(len(logits)):
-            num_tokens = worker.max_model_len if seq_id == 0 else 1
+            num_tokens = runner.executor.worker.max_model_len if seq_id == 0 else 1
             seq = Sequence(seq_id, [0] * num_tokens, params, stop_token_ids=frozenset([0]))
             step.add(seq, num_tokens=1, num_logits=1)
-        sample(logits, step)
+        runner.read(runner.sample(logits, step))

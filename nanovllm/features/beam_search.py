@@ -18,8 +18,8 @@ from heapq import nlargest
 from operator import itemgetter
 
 from nanovllm.engine.input_processor import PreparedPrompt
+from nanovllm.engine.outputs import FinishReason, RequestOutput
 from nanovllm.engine.request import Request
-from nanovllm.outputs import FinishReason, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
 

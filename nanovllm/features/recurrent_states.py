@@ -33,9 +33,9 @@ from nanovllm.batch import Batch
 from nanovllm.engine.block_manager import Block
 from nanovllm.engine.feature import Facts, Feature
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.outputs import FinishReason
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
-from nanovllm.outputs import FinishReason
 from nanovllm.worker.state_slots import FIRST_LANE, ZEROS, StateSlots
 
 

@@ -30,8 +30,8 @@ from nanovllm.config import Config
 from nanovllm.engine.feature import Feature
 from nanovllm.engine.input_processor import PreparedPrompt
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.outputs import RequestOutput
 from nanovllm.engine.request import Inbox, Request
-from nanovllm.outputs import RequestOutput
 
 Result = TypeVar("Result")
 

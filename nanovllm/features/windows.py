@@ -36,10 +36,10 @@ from nanovllm.batch import Batch
 from nanovllm.engine.block_manager import Block, BlockManager
 from nanovllm.engine.feature import Facts, Feature
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.outputs import FinishReason
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
 from nanovllm.layers.attention import find_first_visible
-from nanovllm.outputs import FinishReason
 from nanovllm.utils.helpers import cdiv
 
 

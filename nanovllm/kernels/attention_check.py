@@ -17,6 +17,7 @@ import torch
 from nanovllm.batch import make_batch
 from nanovllm.layers import attention as reference
 from nanovllm.layers.attention import AttentionShape, Backend
+from nanovllm.layers.packing import copy_to, to_device
 from nanovllm.utils.helpers import cdiv
 
 
@@ -67,11 +68,13 @@ def compare_with_torch(
     blocks_per_seq = cdiv(context_len, block_size)
     num_blocks = 2 * num_seqs * blocks_per_seq  # twice as many as needed
     block_ids = torch.randperm(num_blocks, dtype=torch.int32, device=device, generator=random)
-    block_tables = block_ids[: num_blocks // 2].view(num_seqs, blocks_per_seq)
+    block_tables = block_ids[: num_blocks // 2].view(num_seqs, -1).cpu().numpy()
     context_lens = [context_len] * num_seqs
     batch = make_batch([query_len] * num_seqs, context_lens, block_tables, block_size)
+    batch = copy_to(batch, device)
     # As if the contexts were computed in one step.
-    slots = make_batch(context_lens, context_lens, block_tables, block_size).slot_mapping
+    whole = make_batch(context_lens, context_lens, block_tables, block_size)
+    slots = to_device(whole.slot_mapping, device)
     query = randn(len(batch.input_ids), shape.num_heads, shape.head_dim).to(dtype)
     key, value = randn(2, len(slots), shape.num_kv_heads, shape.head_dim).to(dtype)
     sizes = (num_blocks, block_size, shape.num_kv_heads, shape.head_dim)

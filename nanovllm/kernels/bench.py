@@ -16,10 +16,10 @@ from itertools import product
 
 import torch
 
-from nanovllm.backends import BACKENDS
 from nanovllm.kernels.attention_check import BatchShape, compare_with_torch
 from nanovllm.kernels.select import select_backend
 from nanovllm.layers.attention import AttentionShape
+from nanovllm.layers.backends import BACKENDS
 from nanovllm.utils.helpers import run_program
 
 LAYERS = {

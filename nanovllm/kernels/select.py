@@ -1,13 +1,13 @@
-"""Chooses the attention backend of an engine, among those that are registered in backends.py."""
+"""Chooses the attention backend of an engine, among those in layers/backends.py."""
 
 from importlib import import_module
 
 import torch
 
-from nanovllm.backends import BACKENDS
 from nanovllm.kernels.attention_check import check_backend
 from nanovllm.kernels.fallback import find_failure, report_once
 from nanovllm.layers.attention import AttentionShape, Backend
+from nanovllm.layers.backends import BACKENDS
 
 
 def select_backend(

@@ -1,6 +1,7 @@
 """The layers in plain PyTorch, written to be read. They specify what kernels/ computes.
 
 attention.py        paged attention
+backends.py         the table of attention backends
 linear.py           linear layers, sharded over ranks
 embedding.py        the embedding and the output head
 norm.py             RMSNorm
@@ -12,4 +13,5 @@ logprobs.py         log probabilities of sampled tokens
 quantized.py        quantized weights
 gated_delta.py      the gated delta rule (Qwen3.5)
 tensor_parallel.py  collective operations between ranks, and messages from rank 0
+packing.py          a batch as one tensor: to other ranks, to a GPU, into a CUDA graph
 """

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanovllm.layers.packing import to_device
 from nanovllm.layers.sampler import Row
-from nanovllm.packing import to_device
 
 
 def apply_penalties(logits: Tensor, seqs: Sequence[Row]) -> Tensor:

@@ -8,8 +8,8 @@ from typing import Any
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.input_processor import PreparedPrompt
+from nanovllm.engine.outputs import RequestOutput
 from nanovllm.features.structured_outputs.grammar_writer import allow_reasoning
-from nanovllm.outputs import RequestOutput
 from nanovllm.server.constraints import Constraint, ToolChoice, choose_constraint, choose_tools
 from nanovllm.server.errors import JsonObject, blaming
 from nanovllm.server.message_parser import MessageParser, find_last_tag

@@ -10,8 +10,8 @@ from typing import Any
 
 from nanovllm import LLM
 from nanovllm.engine.input_processor import Prompt
+from nanovllm.engine.outputs import RequestOutput
 from nanovllm.llm import list_prompts
-from nanovllm.outputs import RequestOutput
 from nanovllm.server.constraints import choose_constraint
 from nanovllm.server.engine_thread import Outputs
 from nanovllm.server.errors import JsonObject, blaming

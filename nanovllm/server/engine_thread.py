@@ -21,7 +21,7 @@ from typing import Any
 
 from nanovllm import LLM
 from nanovllm.engine.input_processor import PreparedPrompt
-from nanovllm.outputs import RequestOutput
+from nanovllm.engine.outputs import RequestOutput
 from nanovllm.server.errors import ApiError
 
 Outputs = dict[int, RequestOutput]  # index of a choice -> its newest output

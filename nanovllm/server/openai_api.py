@@ -20,7 +20,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from nanovllm import LLM, __version__
-from nanovllm.outputs import NAN_LOGITS
+from nanovllm.engine.outputs import NAN_LOGITS
 from nanovllm.server.bodies import Bodies, until_disconnect, until_stop
 from nanovllm.server.chat_completions import parse_chat
 from nanovllm.server.completions import parse_completion

@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple
 from uuid import uuid4
 
 from nanovllm.engine.input_processor import PreparedPrompt
-from nanovllm.outputs import RequestOutput
+from nanovllm.engine.outputs import RequestOutput
 from nanovllm.server.engine_thread import Outputs
 from nanovllm.server.errors import JsonObject
 from nanovllm.text.vocabulary import Vocabulary

@@ -25,7 +25,7 @@ from nanovllm.trace.text import render
 from nanovllm.trace.timeline import TraceFile
 from nanovllm.utils.helpers import run_program
 
-MODEL = str(Path(__file__).parents[1] / "demo_model")
+MODEL = str(Path(__file__).parents[1] / "checkpoints" / "demo_model")
 # Four requests of 22, 16, 30 and 9 tokens. B is a prefix of A, and arrives with C and D later.
 PROMPTS = {
     "A": "You are a small and friendly assistant. What is 12 + 30?",

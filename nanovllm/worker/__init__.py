@@ -8,8 +8,7 @@ dummy_steps.py     steps before the first request: self-tests, profile run, warm
 state_slots.py     where recurrent states are kept
 executor.py        drives the workers of all ranks
 rank_process.py    the processes of ranks 1 and up, started by rank 0
-torchrun.py        joins the ranks that torchrun has started
-process_groups.py  where ranks meet
+process_groups.py  where ranks meet, also those that torchrun has started
 device.py          the device of a rank, and the torch settings with which an engine computes
 
 It must not know sequences, requests or text, nor what a scheduler decides.

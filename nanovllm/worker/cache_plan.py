@@ -119,15 +119,13 @@ def plan_cache(config: Config, budget: Budget, units: CacheUnits) -> CachePlan:
             f" and its states or windows, which may use half, take {show_bytes(lane_bytes)}:"
             f" {ENLARGE_ADVICE}"
         )
-    description = f"KV cache: of {total}, "
-    if lane_bytes > 0:
-        description += f"{show_bytes(lane_bytes)} for states and windows of {num_lanes} lanes, "
-    shown = show_bytes(num_blocks * units.block_bytes)
-    num_tokens = num_blocks * units.block_size
-    description += f"{shown} for {num_blocks} blocks of {units.block_size} = {num_tokens} tokens"
-    if num_blocks == num_lanes * units.blocks_per_lane:
-        description += f", all that {num_lanes} sequences can use"
     num_lanes = min(num_lanes, num_blocks)  # a running sequence holds at least one block
+    num_tokens = num_blocks * units.block_size
+    description = (
+        f"KV cache: of {total}, {show_bytes(num_blocks * units.block_bytes)} for {num_blocks}"
+        f" blocks of {units.block_size} = {num_tokens} tokens, {show_bytes(lane_bytes)} for states"
+        f" and windows; at most {num_lanes} sequences and {num_step_tokens} tokens in a step"
+    )
     return CachePlan(
         num_blocks=num_blocks,
         num_window_blocks=units.count_window_blocks(num_lanes, num_step_tokens),

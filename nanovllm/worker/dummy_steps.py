@@ -1,15 +1,16 @@
 """Steps before the first request: for self-tests, the profile run and warm-up runs.
 
-A batch is plain tensors, so it needs no sequences.
+A batch is plain arrays, so it needs no sequences.
 """
 
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from nanovllm.batch import Batch, make_batch
-from nanovllm.packing import copy_to
+from nanovllm.layers.packing import copy_to
 from nanovllm.utils.helpers import cdiv
 from nanovllm.worker.state_slots import ZEROS
 from nanovllm.worker.worker import Worker
@@ -28,16 +29,16 @@ def make_dummy_batch(worker: Worker, query_lens: list[int], num_computed_tokens:
     Kernels are launched for contexts of max_model_len.
     """
     width = worker.block_table_width
-    block_tables = torch.zeros(len(query_lens), width, dtype=torch.int32, device="cpu")
+    block_tables = np.zeros((len(query_lens), width), np.int32)
     context_lens = [num_computed_tokens + query_len for query_len in query_lens]
-    batch = make_batch(query_lens, context_lens, block_tables, worker.block_size)
+    # Captured steps have id 0, so a replay that does not read its input is noticed.
+    ids = [1] * sum(query_lens)
+    batch = make_batch(query_lens, context_lens, block_tables, worker.block_size, ids)
     has_windows = worker.plan.num_window_blocks > 0
     return replace(
         batch,
-        # Captured steps have 0, so a replay that does not read its input is noticed.
-        input_ids=torch.ones_like(batch.input_ids),
         # Never written, so a repeated step reads the same state.
-        read_slots=torch.full_like(batch.read_slots, ZEROS),
+        read_slots=np.full_like(batch.read_slots, ZEROS),
         # Both pools have a block 0.
         window_slots=batch.slot_mapping if has_windows else batch.window_slots,
         window_tables=batch.block_tables if has_windows else batch.window_tables,
@@ -73,15 +74,17 @@ def run_test_steps(worker: Worker) -> None:
     random = torch.Generator(worker.device).manual_seed(0)
     for cache in caches:
         cache.normal_(generator=random)
-    numbers = torch.arange(num_blocks, dtype=torch.int32, device="cpu")
+    numbers = np.arange(num_blocks, dtype=np.int32)
     for first_id, query_lens in ((0, [length, 1]), (7, [1, 1]), (9, [1])):
         num_seqs = len(query_lens)
-        tables = numbers.view(2, -1)[:num_seqs]
-        batch = make_batch(query_lens, [length] * num_seqs, tables, worker.block_size)
-        batch = replace(
-            batch,
-            input_ids=(batch.positions + first_id) % worker.spec.vocab_size,
-            read_slots=numbers[:num_seqs],
-            write_slots=numbers[:num_seqs],
+        tables = numbers.reshape(2, -1)[:num_seqs]
+        batch = make_batch(
+            query_lens,
+            [length] * num_seqs,
+            tables,
+            worker.block_size,
+            state_slots=numbers[:num_seqs],
         )
+        ids = (batch.positions + first_id) % worker.spec.vocab_size
+        batch = replace(batch, input_ids=ids)
         worker.model(copy_to(batch, worker.device), caches)

@@ -29,10 +29,9 @@ import torch.distributed as dist
 
 from nanovllm.config import Config
 from nanovllm.models.spec import ModelSpec
-from nanovllm.worker.process_groups import Place
-from nanovllm.worker.rank_process import EXIT_TIMEOUT, Serve, find_failure, start_rank
+from nanovllm.worker.process_groups import Place, Serve, join_torchrun
+from nanovllm.worker.rank_process import EXIT_TIMEOUT, find_failure, start_rank
 from nanovllm.worker.startup import serve_rank
-from nanovllm.worker.torchrun import join_torchrun
 from nanovllm.worker.worker import Worker
 
 Result = TypeVar("Result")

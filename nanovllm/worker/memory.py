@@ -1,6 +1,7 @@
 """Measures memory: what an engine takes of a GPU, and what a machine has left for a process."""
 
 import ctypes
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -35,16 +36,17 @@ def find_available_memory() -> int:
     the inactive ones can be reclaimed.
     """
     left = [psutil.virtual_memory().available]
-    membership = Path("/proc/self/cgroup")
-    own = membership.read_text().partition("0::/")[2].strip() if membership.exists() else ""
+    own = ""
+    with suppress(OSError):  # not Linux
+        own = Path("/proc/self/cgroup").read_text().partition("0::/")[2].strip()
     group = Path(f"/sys/fs/cgroup/{own}")
     for folder in (group, *group.parents):  # in a container often only the last ones exist
-        limit = folder / "memory.max"
-        if limit.exists() and limit.read_text().strip() != "max":
+        with suppress(OSError, ValueError):  # no such group, or its limit is "max"
+            limit = int((folder / "memory.max").read_text())
             used = int((folder / "memory.current").read_text())
             stat = (folder / "memory.stat").read_text()
             reclaimable = int(stat.split("inactive_file ")[1].split()[0])
-            left.append(int(limit.read_text()) - used + reclaimable)
+            left.append(limit - used + reclaimable)
     return max(0, min(left))
 
 

@@ -12,7 +12,6 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Callable
 from multiprocessing import current_process, get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import (  # type: ignore[attr-defined]  # not in typeshed
@@ -25,11 +24,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from nanovllm.worker.process_groups import Place
+from nanovllm.worker.process_groups import Place, Serve
 
 # Seconds for a process to end. Linux frees about 4 GB of a killed process per second.
 EXIT_TIMEOUT = 5.0
-Serve = Callable[[Place], None]  # what a rank does, until rank 0 disconnects
 
 
 class Failure(NamedTuple):
@@ -85,11 +83,10 @@ def run_rank(
         store = dist.TCPStore("127.0.0.1", port)
         serve(Place(rank, rank, store))
     except BaseException as error:
-        reason = f"{current_process().name} has failed: "
-        if isinstance(error, ValueError):  # of an option or a checkpoint
-            pipe.send(Failure(time.monotonic(), f"{reason}{error}", ValueError))
-        else:
-            pipe.send(Failure(time.monotonic(), f"{reason}\n{traceback.format_exc()}"))
+        is_option = isinstance(error, ValueError)  # or a checkpoint
+        text = str(error) if is_option else f"\n{traceback.format_exc()}"
+        reason = f"{current_process().name} has failed: {text}"
+        pipe.send(Failure(time.monotonic(), reason, ValueError if is_option else RuntimeError))
 
 
 def find_failure(processes: dict[Connection, BaseProcess]) -> Failure:

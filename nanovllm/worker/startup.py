@@ -11,7 +11,6 @@ All ranks run the same steps in the same order, because these have collective op
 """
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -37,7 +36,7 @@ from nanovllm.worker.dummy_steps import (
 )
 from nanovllm.worker.memory import release_free_memory, show_bytes
 from nanovllm.worker.process_groups import Place
-from nanovllm.worker.worker import Worker, run_step
+from nanovllm.worker.worker import Worker, fill_pending
 
 
 def start_worker(worker: Worker, sample: Callable[[Tensor], object]) -> None:
@@ -116,8 +115,6 @@ def fill_memory(worker: Worker) -> None:
     capture_graphs(worker, plan.num_lanes)
     backend = f"{worker.backend.NAME} attention"
     worker.report(f"{worker.device}, {worker.spec.dtype}, {backend}; {plan.description}")
-    worker.report_lowered("max_num_seqs", plan.num_lanes)
-    worker.report_lowered("max_num_batched_tokens", plan.max_num_batched_tokens)
 
 
 def measure_units(worker: Worker) -> CacheUnits:
@@ -146,7 +143,10 @@ def measure_units(worker: Worker) -> CacheUnits:
 
 def make_step(worker: Worker) -> Callable[[Batch], Tensor]:
     """Return what a CUDA graph captures. It does not refer to the worker, which has the graphs."""
-    return partial(run_step, worker.model, worker.kv_caches, worker.newest_tokens)
+    model = worker.model
+    kv_caches = worker.kv_caches
+    newest_tokens = worker.newest_tokens
+    return lambda batch: model(fill_pending(batch, newest_tokens), kv_caches)
 
 
 def capture_graphs(worker: Worker, num_lanes: int, only_largest: bool = False) -> None:

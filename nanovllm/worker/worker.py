@@ -17,10 +17,10 @@ from nanovllm.batch import Batch
 from nanovllm.checkpoints.tensor_files import open_weights
 from nanovllm.config import MAX_DRAFT_STEP, Config
 from nanovllm.layers import attention
+from nanovllm.layers.packing import copy_to, pack, unpack
 from nanovllm.layers.tensor_parallel import ALONE
 from nanovllm.models import weights
 from nanovllm.models.spec import CausalLM, ModelSpec
-from nanovllm.packing import copy_to, pack, unpack
 from nanovllm.utils.checks import naming
 from nanovllm.utils.helpers import cdiv, report
 from nanovllm.worker.cache_plan import CachePlan
@@ -210,11 +210,6 @@ class Worker:
         if self.tp.rank == 0:
             report(message)
 
-    def report_lowered(self, option: str, value: int) -> None:
-        given = getattr(self.config, option)
-        if value < given:
-            self.report(f"{option} is lowered from {given} to {value}")
-
     @property
     def block_table_width(self) -> int:
         """The blocks of the longest sequence."""
@@ -227,10 +222,3 @@ def fill_pending(batch: Batch, newest_tokens: Tensor) -> Batch:
     # -1, of logits that are NaN, is no index of an embedding.
     pending = newest_tokens[(~ids).clamp(min=0)].clamp(min=0)
     return replace(batch, input_ids=ids.where(ids >= 0, pending))
-
-
-def run_step(
-    model: CausalLM, kv_caches: list[Tensor], newest_tokens: Tensor, batch: Batch
-) -> Tensor:
-    """Run the model on a batch on its device. A CUDA graph captures this, without the worker."""
-    return model(fill_pending(batch, newest_tokens), kv_caches)

@@ -6,10 +6,16 @@ import pytest
 import torch
 from conftest import check_invariants, generate_ids, greedy, random_prompt
 
-from nanovllm import SamplingParams
+from nanovllm import LLM, SamplingParams
 from nanovllm.engine.scheduler import POLICIES, Scheduler
 
 GREEDY = greedy(6)
+
+
+@pytest.fixture(scope="module")
+def llm(tiny):
+    """An engine for tests that leave it idle."""
+    return LLM(tiny[0], num_kvcache_blocks=64, kvcache_block_size=4)
 
 
 def test_prefix_hits_are_reported(make_llm):
@@ -24,8 +30,7 @@ def test_prefix_hits_are_reported(make_llm):
     assert llm.stats["num_decode_tokens"] == 3 * (GREEDY.max_tokens - 1)
 
 
-def test_step_reports_what_requests_gained_during_other_calls(make_llm):
-    llm = make_llm()
+def test_step_reports_what_requests_gained_during_other_calls(llm):
     mine = llm.add_request(random_prompt(0, 5), GREEDY)
     (other,) = llm.generate(random_prompt(1, 5), greedy(9), use_tqdm=False)
     assert other["request_id"] == mine + 1
@@ -38,8 +43,7 @@ def test_step_reports_what_requests_gained_during_other_calls(make_llm):
     assert llm.step() == []
 
 
-def test_a_stream_reports_each_token(make_llm):
-    llm = make_llm()
+def test_a_stream_reports_each_token(llm):
     prompts = [random_prompt(i, 5) for i in range(2)]
     streamed = [output["token_ids"] for output in llm.stream(prompts, GREEDY)]
     expected = generate_ids(llm, prompts, GREEDY)
@@ -58,8 +62,7 @@ def test_leaving_a_stream_cancels_its_requests(make_llm):
     assert llm.stats["num_free_blocks"] == 64
 
 
-def test_a_stream_goes_on_after_other_calls(make_llm):
-    llm = make_llm()
+def test_a_stream_goes_on_after_other_calls(llm):
     last = {}
     for output in llm.stream([random_prompt(i, 5) for i in range(3)], GREEDY):
         if not last:
@@ -90,13 +93,12 @@ def test_abort_ends_one_sample_or_a_whole_request(make_llm):
     assert llm.is_finished()
 
 
-def test_an_interrupt_within_an_abort_leaves_no_sample(make_llm):
+def test_an_interrupt_within_an_abort_leaves_no_sample(llm):
     class Requests(dict):
         def pop(self, *args):
             super().pop(*args)
             raise KeyboardInterrupt
 
-    llm = make_llm()
     request_id = llm.add_request([1, 2, 3], GREEDY)
     llm.requests = Requests(llm.requests)
     with pytest.raises(KeyboardInterrupt):
@@ -138,9 +140,9 @@ def test_the_progress_bar_counts_requests_in_the_order_in_which_they_finish(
     assert finished == sorted(nums)
 
 
-def test_outputs_do_not_copy_the_prompt(make_llm):
+def test_outputs_do_not_copy_the_prompt(llm):
     params = SamplingParams(prompt_logprobs=1, max_tokens=3)
-    first, *others = make_llm().stream(random_prompt(0, 9), params)
+    first, *others = llm.stream(random_prompt(0, 9), params)
     assert others
     for output in others:
         assert output["prompt_token_ids"] is first["prompt_token_ids"]
@@ -158,15 +160,8 @@ def test_engines_are_independent_and_end(tiny, make_llm):
             call(prompt)
 
 
-def test_torchs_random_state_is_untouched(make_llm):
+def test_torchs_random_state_is_untouched(llm):
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    generate_ids(make_llm(), [1, 2, 3])
+    generate_ids(llm, [1, 2, 3])
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_lanes_are_as_many_as_can_run(make_llm):
-    """A running sequence holds a block, so more lanes than blocks would waste memory."""
-    llm = make_llm(max_num_seqs=10**9)
-    assert llm.scheduler.max_num_seqs == llm.stats["num_blocks"]
-    assert len(generate_ids(llm, [[1]] * 90, greedy(2))) == 90

@@ -38,39 +38,29 @@ def test_what_it_accepts_it_serves_as_llm_does(tiny, is_mixed):
     prompts = [random_prompt(index, 30) for index in range(len(settings))]
     params = [SamplingParams(max_tokens=12, **each) for each in settings]
     config = Config(tiny[0], enable_chunked_prefill=is_mixed, **POOL)
-    found = run(LLMEngine(config), prompts, params)
+    engine = LLMEngine(config)
+    assert type(engine.scheduler) is POLICIES["mixed" if is_mixed else "prefill_first"]
+    found = run(engine, prompts, params)
     with LLM(tiny[0], enable_chunked_prefill=is_mixed, **POOL) as llm:
         assert found == run(llm, prompts, params)
         assert llm.stats["num_preemptions"]
 
 
 def test_a_policy_is_chosen_by_its_name_or_by_chunked_prefill(tiny):
-    for options, expected in [
-        ({}, "mixed"),
-        ({"enable_chunked_prefill": False}, "prefill_first"),
-        ({"policy": "prefill_first"}, "prefill_first"),
-    ]:
-        engine = LLMEngine(Config(tiny[0], **options, **POOL))
-        assert type(engine.scheduler) is POLICIES[expected]
-    with pytest.raises(ValueError, match="policy='mixed' needs enable_chunked_prefill=True"):
-        Config(tiny[0], policy="mixed", enable_chunked_prefill=False)
+    for options in ({"enable_chunked_prefill": False}, {"policy": "prefill_first"}):
+        assert Config(tiny[0], **options).policy == "prefill_first"
     with pytest.raises(ValueError, match="policy must be one of 'mixed', 'prefill_first'"):
         LLMEngine(Config(tiny[0], policy="unknown"))
 
 
-@pytest.mark.parametrize("option", [{"num_speculative_tokens": 2}, {"trace": "trace.json"}])
-def test_options_that_it_lacks_are_rejected(tiny, option):
-    (name,) = option
-    with pytest.raises(ValueError, match=f"{name} {NEEDS_LLM}"):
-        LLMEngine(Config(tiny[0], **option, **POOL))
-
-
-@pytest.mark.parametrize("params", [{"prompt_logprobs": 1}, {"structured_outputs": {"regex": "a"}}])
-def test_parameters_that_it_lacks_are_rejected(tiny, params):
+def test_options_and_parameters_that_it_lacks_are_rejected(tiny):
     engine = LLMEngine(Config(tiny[0], **POOL))
-    (name,) = params
-    with pytest.raises(ValueError, match=f"{name} {NEEDS_LLM}"):
-        engine.add_request([1, 2, 3], SamplingParams(**params))
+    for name, value in {"num_speculative_tokens": 2, "trace": "trace.json"}.items():
+        with pytest.raises(ValueError, match=f"{name} {NEEDS_LLM}"):
+            LLMEngine(Config(tiny[0], **{name: value}))
+    for name, value in {"prompt_logprobs": 1, "structured_outputs": {"regex": "a"}}.items():
+        with pytest.raises(ValueError, match=f"{name} {NEEDS_LLM}"):
+            engine.add_request([1, 2, 3], SamplingParams(**{name: value}))
     assert engine.is_finished()
 
 

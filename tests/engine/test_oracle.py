@@ -15,11 +15,11 @@ from conftest import (
 )
 
 from nanovllm import SamplingParams
-from nanovllm.backends import BACKENDS
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduler import POLICIES
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
+from nanovllm.layers.backends import BACKENDS
 from nanovllm.utils.helpers import cdiv
 
 

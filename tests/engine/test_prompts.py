@@ -23,6 +23,12 @@ def demo():
     return LLM(DEMO_MODEL, dtype="float32", num_kvcache_blocks=512)
 
 
+@pytest.fixture(scope="module")
+def plain(tiny):
+    """An engine without a tokenizer, for 39 tokens."""
+    return LLM(tiny[0], num_kvcache_blocks=10, kvcache_block_size=4)
+
+
 def ask(content):
     """A conversation of one message."""
     return [{"role": "user", "content": content}]
@@ -59,22 +65,20 @@ def test_a_prompt_is_a_text_or_token_ids(demo):
         (["text"], "no tokenizer"),
     ],
 )
-def test_a_rejected_call_queues_nothing(make_llm, prompts, complaint):
-    llm = make_llm(num_kvcache_blocks=10)
-    for call in (llm.generate, llm.stream):
+def test_a_rejected_call_queues_nothing(plain, prompts, complaint):
+    for call in (plain.generate, plain.stream):
         with pytest.raises((ValueError, TypeError), match=complaint):
             call(prompts, GREEDY)
-    assert llm.is_finished()
-    assert llm.stats["num_waiting"] == 0
+    assert plain.is_finished()
+    assert plain.stats["num_waiting"] == 0
 
 
-def test_sampling_params_must_fit_the_prompts(make_llm):
-    llm = make_llm()
+def test_sampling_params_must_fit_the_prompts(plain):
     with pytest.raises(ValueError, match="2 prompts but 1"):
-        llm.generate([[1], [2]], [GREEDY])
+        plain.generate([[1], [2]], [GREEDY])
     for params in ({}, 0):
         with pytest.raises(TypeError, match="sampling_params"):
-            llm.generate([[1]], params)
+            plain.generate([[1]], params)
 
 
 def test_a_prompt_above_the_budget_needs_chunked_prefill(make_llm):

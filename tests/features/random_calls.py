@@ -11,9 +11,9 @@ from event_interrupts import ENGINE, PACKAGE, EventInterrupts, at_event
 from random_engines import Case
 
 from nanovllm import LLM, trace
+from nanovllm.engine.outputs import RequestOutput
 from nanovllm.engine.request import Inbox, Request
 from nanovllm.features.speculation.drafts import Drafts, PromptLookup
-from nanovllm.outputs import RequestOutput
 
 ACTIONS = {
     "step": 12,

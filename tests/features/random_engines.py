@@ -31,8 +31,8 @@ from transformers import (
 )
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.backends import BACKENDS
 from nanovllm.engine.scheduler import POLICIES
+from nanovllm.layers.backends import BACKENDS
 from nanovllm.layers.embedding import Embedding
 from nanovllm.utils.helpers import cdiv
 

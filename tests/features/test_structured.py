@@ -405,8 +405,8 @@ def test_without_eos_no_token_ends_a_text(llm):
     feature.tokenizer = llm.tokenizer
     feature.vocab_size = llm.vocab_size
     feature.eos_token_ids = frozenset()
-    constraint = feature.prepare(SamplingParams(structured_outputs={"regex": "a*"}), 1)
-    mask = structured.compute_mask(constraint.matcher)
+    fields = feature.prepare(SamplingParams(structured_outputs={"regex": "a*"}), 1)
+    mask = structured.compute_mask(fields["constraint"].matcher)
     allowed = structured.list_tokens(mask)
     assert llm.vocab_size in allowed
     texts = [llm.vocabulary.read_bytes(token_id) for token_id in allowed[:-1]]

@@ -49,11 +49,11 @@ from nanovllm.kernels import kernelize, replacement
 from nanovllm.kernels.cuda import attention, graphs, layers, linear
 from nanovllm.layers.gated_delta import DeltaInputs, DeltaSizes, GatedDeltaRule
 from nanovllm.layers.linear import ColumnParallelLinear
+from nanovllm.layers.packing import pack, unpack
 from nanovllm.layers.quantized import Scheme
 from nanovllm.layers.rotary import RopeSpec
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models.quantized_layers import quantize_layer
-from nanovllm.packing import pack, unpack
 from nanovllm.worker import worker
 from nanovllm.worker.dummy_steps import make_dummy_batch, run_dummy_step
 from nanovllm.worker.startup import make_step
@@ -265,7 +265,7 @@ def serve(num_heads, num_kv_heads, vocab_size, enforce_eager):
         logits = run_dummy_step(rank, query_lens)
         # As of three ranks, whose padding is cut off. Later logits are contiguous.
         logits = F.pad(logits, (0, 1))[:, :-1]
-        sample_each_kind(runner.sample_and_read, rank, logits)
+        sample_each_kind(runner, logits)
     for name, (lengths, settings) in LIFE.items():
         part = name
         prompts = [[i + 1] * length for i, length in enumerate(lengths)]

@@ -18,13 +18,13 @@ from nanovllm.kernels.cpu.gated_delta import FastGatedDeltaRule
 from nanovllm.layers import attention as torch_backend
 from nanovllm.layers.gated_delta import DeltaInputs, DeltaSizes, GatedDeltaRule
 from nanovllm.layers.norm import RMSNorm, ZeroCenteredRMSNorm
+from nanovllm.layers.packing import copy_to
 from nanovllm.layers.rotary import RopeSpec, RotaryEmbedding
 from nanovllm.layers.tensor_parallel import ALONE
 from nanovllm.models.decoder import MLP, Attention, DecoderSpec
 from nanovllm.models.gemma3 import GeluMLP
 from nanovllm.models.olmo import OlmoNorm, OlmoSpec
 from nanovllm.models.quantized_layers import QUANTIZABLE, quantize_layer
-from nanovllm.packing import copy_to
 from nanovllm.utils.helpers import cdiv
 
 CPU = torch.device("cpu")

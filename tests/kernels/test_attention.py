@@ -1,6 +1,6 @@
 """Every registered attention backend matches the torch backend, which matches plain softmax.
 
-A backend that is registered in nanovllm/backends.py is tested here without a change to this file.
+A backend that is registered in layers/backends.py is tested here without a change to this file.
 All slots that no context covers hold NaN, so that a read out of bounds shows. Without a GPU,
 Triton's kernels run in its interpreter. That cannot multiply bfloat16, which is left out.
 """
@@ -32,10 +32,10 @@ from kernel_helpers import (
     needs_compiler,
 )
 
-from nanovllm.backends import BACKENDS
 from nanovllm.kernels.attention_check import check_backend
 from nanovllm.kernels.cpu import attention as cpp_backend
 from nanovllm.layers import attention as torch_backend
+from nanovllm.layers.backends import BACKENDS
 
 # num_heads, num_kv_heads, head_dim
 HEADS = [(8, 1, 16), (14, 2, 64), (6, 2, 80), (4, 2, 128), (2, 2, 256), (3, 1, 10)]

@@ -28,13 +28,13 @@ from torch import Tensor, nn
 from transformers import Qwen3_5TextConfig
 
 from nanovllm import batch as batch_module
-from nanovllm import packing
 from nanovllm.batch import Batch
 from nanovllm.kernels.cuda import graphs
 from nanovllm.kernels.cuda.graphs import CudaGraphs
 from nanovllm.kernels.cuda.launch import prepare
-from nanovllm.packing import ARRAYS, pack, unpack
-from nanovllm.worker.worker import run_step
+from nanovllm.layers import packing
+from nanovllm.layers.packing import ARRAYS, pack, unpack
+from nanovllm.worker.startup import make_step
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -185,11 +185,14 @@ def test_padding_reads_and_writes_nothing(monkeypatch, has_windows, is_interpret
         assert num_seqs + len(surplus) <= len(seen.context_lens)
 
 
+EMPTY = torch.zeros(0)
+
+
 @dataclass(frozen=True)
 class LongerBatch(Batch):
     # make_batch sets no values for these.
-    draws: Annotated[Tensor | None, "num_logits"] = None
-    states: Annotated[Tensor | None, "num_seqs", {"padding": -1}] = None
+    draws: Annotated[Tensor, "num_logits"] = EMPTY
+    states: Annotated[Tensor, "num_seqs", {"padding": -1}] = EMPTY
 
 
 @pytest.fixture
@@ -239,7 +242,7 @@ def test_pending_ids_are_filled_in_on_the_static_buffer(monkeypatch, query_lens)
 
     newest_tokens = torch.zeros(4, dtype=torch.int32)
     decoder = Decoder()
-    step = partial(run_step, decoder, [], newest_tokens)
+    step = make_step(SimpleNamespace(model=decoder, kv_caches=[], newest_tokens=newest_tokens))
     captured = CudaGraphs(step, decoder, make_decodes(4), torch.device("cpu"), 8)
     num_seqs = len(query_lens)
     batch = make_batch(query_lens, query_lens, torch.zeros(num_seqs, 1, dtype=torch.int32))

@@ -35,6 +35,7 @@ from nanovllm.kernels.cpu import attention as cpp_backend
 from nanovllm.kernels.cpu.fused_layers import FusedLayers
 from nanovllm.layers import attention as torch_backend
 from nanovllm.layers.norm import RMSNorm
+from nanovllm.layers.packing import copy_to
 from nanovllm.layers.rotary import RopeSpec
 from nanovllm.models.decoder import MLP, Attention, DecoderLayers, DecoderSpec
 from nanovllm.models.gemma3 import Gemma3Spec
@@ -88,13 +89,13 @@ def test_one_call_for_layers_with_different_windows_and_ropes(monkeypatch, kind,
             ([1, 100, 7], [71, 700, 16]),
             ([1, 1, 1], [72, 701, 17]),
         ]:
-            batch = batches.make_batch(query_lens, context_lens, tables, 16)
+            batch = copy_to(batches.make_batch(query_lens, context_lens, tables.numpy(), 16), CPU)
             ids = torch.randint(80, batch.input_ids.shape, dtype=torch.int32)
-            in_windows = batches.make_batch(query_lens, context_lens, window_tables, 16)
+            in_windows = batches.make_batch(query_lens, context_lens, window_tables.numpy(), 16)
             batch = replace(
                 batch,
                 input_ids=ids,
-                window_slots=in_windows.slot_mapping,
+                window_slots=torch.from_numpy(in_windows.slot_mapping),
                 window_tables=window_tables,
             )
             hidden = fused(batch, caches)

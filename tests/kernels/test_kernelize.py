@@ -22,11 +22,11 @@ from kernel_helpers import (
 )
 
 from nanovllm import SamplingParams
-from nanovllm.backends import BACKENDS
 from nanovllm.kernels import fallback, replacement, select
 from nanovllm.kernels.attention_check import check_backend
 from nanovllm.kernels.cpu import library
 from nanovllm.layers import attention as torch_backend
+from nanovllm.layers.backends import BACKENDS
 from nanovllm.layers.tensor_parallel import ALONE
 from nanovllm.models.decoder import Attention, DecoderLayers
 

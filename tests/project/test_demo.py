@@ -4,7 +4,7 @@ import pytest
 from conftest import greedy
 
 from nanovllm import DEMO_MODEL, LLM
-from nanovllm.demo_model.train import SKILLS, UNSEEN_SYSTEM_PROMPTS, held_out
+from nanovllm.checkpoints.demo_model.train import SKILLS, UNSEEN_SYSTEM_PROMPTS, held_out
 
 SYSTEM = {"role": "system", "content": UNSEEN_SYSTEM_PROMPTS[0]}
 

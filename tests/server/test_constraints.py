@@ -9,9 +9,9 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from server_helpers import parse_body
 
 from nanovllm import DEMO_MODEL, LLM
+from nanovllm.engine.outputs import NAN_LOGITS
 from nanovllm.features.structured_outputs import grammars
 from nanovllm.features.structured_outputs.grammar_writer import make_grammar
-from nanovllm.outputs import NAN_LOGITS
 from nanovllm.server.engine_thread import EngineThread
 from nanovllm.server.errors import ApiError
 from nanovllm.server.openai_api import Api

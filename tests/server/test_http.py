@@ -15,7 +15,7 @@ from starlette.requests import Request
 
 import nanovllm
 from nanovllm import LLM
-from nanovllm.outputs import Stats
+from nanovllm.engine.outputs import Stats
 from nanovllm.server import metrics, web_server
 from nanovllm.server.middleware import is_foreign, log
 

@@ -208,7 +208,7 @@ def test_the_choice_of_a_grammar_is_recorded(path):
         def sample_and_keep(logits, step):
             rows, _ = step.list_rows()
             row = rows.index(constrained)
-            allowed.append(list_tokens(compute_mask(constrained.constraints[0].matcher)))
+            allowed.append(list_tokens(compute_mask(constrained.constraint.matcher)))
             preferred.append(logits[row].topk(12).indices.tolist())
             return sample(logits, step)
 

@@ -136,9 +136,10 @@ def test_the_profile_run_is_a_largest_step(make_llm, draft_len, num_logits):
 
 def test_the_profile_run_ends_with_the_costliest_sampling(make_llm):
     llm = make_llm()
-    sample = Mock(wraps=llm.model_runner.sample_and_read)
-    sample_each_kind(sample, llm.executor.worker, torch.zeros(7, VOCAB_SIZE))
-    _, step = sample.call_args.args
+    runner = llm.model_runner
+    runner.sample = Mock(wraps=runner.sample)
+    sample_each_kind(runner, torch.zeros(7, VOCAB_SIZE))
+    _, step = runner.sample.call_args.args
     assert max(len(seq.token_ids) for seq in step.seqs) == llm.max_model_len
     for seq in step.seqs:
         assert seq.params.penalizes
@@ -160,8 +161,8 @@ def test_states_have_at_most_half_of_the_memory(num_drafts, num_lanes):
     plan = plan_with_states(100_000, 1000, num_speculative_tokens=num_drafts)
     assert (plan.num_blocks, plan.num_lanes) == (50, num_lanes)
     assert plan.description == (
-        f"KV cache: of 100000 B (tests), 50000 B for states and windows of {num_lanes} lanes,"
-        " 50000 B for 50 blocks of 10 = 500 tokens"
+        "KV cache: of 100000 B (tests), 50000 B for 50 blocks of 10 = 500 tokens, 50000 B for"
+        f" states and windows; at most {num_lanes} sequences and 8192 tokens in a step"
     )
 
 
@@ -173,8 +174,8 @@ def test_a_given_number_of_blocks_does_not_unbound_the_states(options, num_lanes
     """There are 80 MB for blocks and states. A state takes 1 MB."""
     plan = plan_with_states(80_000_000, 1_000_000, num_kvcache_blocks=50, **options)
     assert (plan.num_blocks, plan.num_lanes) == (50, num_lanes)
-    shown = f"{show_bytes((2 + 2 * num_lanes) * 10**6)} for states and windows of {num_lanes} lanes"
-    assert f"{shown}, 50000 B for 50 blocks" in plan.description
+    shown = f"{show_bytes((2 + 2 * num_lanes) * 10**6)} for states and windows"
+    assert f"{shown}; at most {num_lanes} sequences" in plan.description
 
 
 @pytest.mark.parametrize("state_bytes", [2000, 6000])
@@ -211,7 +212,8 @@ def test_windows_have_half_of_the_memory_and_a_step_an_eighth():
     assert plan.max_num_batched_tokens == 120
     assert (plan.num_blocks, plan.num_lanes) == (53, 7)
     assert plan.num_window_blocks == 7 * 5 + 12
-    assert "47000 B for states and windows of 7 lanes, 53000 B for 53 blocks" in plan.description
+    assert "53000 B for 53 blocks" in plan.description
+    assert "47000 B for states and windows; at most 7 sequences and 120 tok" in plan.description
 
 
 def test_windows_of_few_short_sequences_need_no_more_than_the_sequences():
@@ -224,8 +226,7 @@ def test_windows_have_all_of_the_memory_if_all_layers_have_one():
     plan = plan_with_windows(100_000, block_bytes=0)
     assert (plan.num_lanes, plan.num_window_blocks) == (17, 17 * 5 + 12)
     assert plan.num_blocks == 17 * 100
-    assert "97000 B for states and windows of 17 lanes" in plan.description
-    assert "1700 blocks of 10 = 17000 tokens, all that 17 sequences can use" in plan.description
+    assert "1700 blocks of 10 = 17000 tokens, 97000 B for states and windows" in plan.description
 
 
 def test_too_little_memory_for_a_window_is_an_error():

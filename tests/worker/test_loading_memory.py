@@ -43,7 +43,7 @@ def checkpoint(tmp_path_factory):
         vocab_size=16384,
         hidden_size=1024,
         intermediate_size=4096,
-        num_hidden_layers=8,
+        num_hidden_layers=4,
         num_attention_heads=8,
         num_key_value_heads=8,
         head_dim=128,

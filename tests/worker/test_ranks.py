@@ -42,12 +42,12 @@ def test_tokens_match_transformers(tmp_path, make_llm, name, size, enable_kernel
     """Cold and from a warm cache, in chunks, and after preemptions."""
     oracle = Oracle(make_checkpoint(tmp_path, **SHAPES[name]))
     prompts = [random_prompt(length, length) for length in (1, 3, 4, 5, 17, 33)]
-    expected = [oracle(prompt, 16) for prompt in prompts]
+    expected = [oracle(prompt, 10) for prompt in prompts]
     options = {"num_kvcache_blocks": 20, "max_num_batched_tokens": 12}
     options |= {"enable_kernels": enable_kernels, "tensor_parallel_size": size}
     with make_llm(str(tmp_path), **options) as llm:
         for _ in range(2):
-            assert generate_ids(llm, prompts, greedy(16)) == expected
+            assert generate_ids(llm, prompts, greedy(10)) == expected
             check_invariants(llm)
         assert llm.stats["num_preemptions"] > 0
         assert llm.stats["num_cached_tokens"] > 0

@@ -19,10 +19,10 @@ from operator import attrgetter
 from nanovllm.config import MAX_DRAFT_STEP
 from nanovllm.engine.feature import Facts, Feature
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.outputs import FinishReason
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
 from nanovllm.features.speculation.costs import Candidate, StepCosts, measure_costs
-from nanovllm.outputs import FinishReason
 from nanovllm.worker.device import engine_settings
 
 LEARNING_RATE = 0.1  # weight of the newest draft token in the acceptance rate

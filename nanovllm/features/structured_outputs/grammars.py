@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from nanovllm.engine.feature import Constraint, Feature
+from nanovllm.engine.feature import Feature
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.sequence import Sequence
 from nanovllm.features.structured_outputs.grammar_writer import make_grammar, naming_outputs
@@ -44,17 +44,17 @@ class StructuredOutputs(Feature):
         self.eos_token_ids = engine.eos_token_ids
         return super().start(engine)
 
-    def prepare(self, params: SamplingParams, num_samples: int) -> Constraint | None:
+    def prepare(self, params: SamplingParams, num_samples: int) -> dict[str, Any]:
         """Compile the grammar of `params`. All samples share the states of one lexer.
 
         Raises ValueError for a grammar that is invalid, too complex, or that no text matches.
         """
         outputs: Any = params.structured_outputs
         if outputs is None or num_samples == 0:
-            return None
+            return {}
         with naming_outputs():
             matcher = self._compile(make_grammar(outputs), num_samples)
-        return GrammarConstraint(matcher)
+        return {"constraint": GrammarConstraint(matcher)}
 
     def processed(self, rows: list[Sequence], logits: Tensor) -> Tensor:
         return apply_grammars(rows, logits)

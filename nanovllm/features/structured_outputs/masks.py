@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from nanovllm.engine.feature import Constraint
+from nanovllm.engine.outputs import FinishReason
 from nanovllm.engine.request import Request
 from nanovllm.engine.sequence import Sequence
-from nanovllm.outputs import FinishReason
-from nanovllm.packing import to_device
+from nanovllm.layers.packing import to_device
 
 
 class GrammarConstraint(Constraint):
@@ -86,10 +86,10 @@ def apply_grammars(rows: list[Sequence], logits: Tensor) -> Tensor:
     for seq, group in groupby(rows):
         start = end
         end += len(list(group))
-        for constraint in seq.constraints if isinstance(seq, Request) else ():
-            if isinstance(constraint, GrammarConstraint):
-                masks += constraint.compute_masks(seq, end - start)
-                indices += range(start, end)
+        constraint = seq.constraint if isinstance(seq, Request) else None
+        if isinstance(constraint, GrammarConstraint):
+            masks += constraint.compute_masks(seq, end - start)
+            indices += range(start, end)
     if not masks:
         return logits
     device = logits.device

@@ -6,7 +6,9 @@ and its only correct answer. A training row is a chat of such turns, half of the
 prompt, with loss on the answers only. 15% of the values (pairs of numbers, words, ...) and the
 last two wordings of every skill are held out.
 
-    python -m nanovllm.demo_model.train      # writes config, tokenizer and weights beside this file
+This command writes config, tokenizer and weights beside this file:
+
+    python -m nanovllm.checkpoints.demo_model.train
 
 Training takes 40 minutes on one core. The table shows the percentage of exact greedy answers, for
 200 single turns per cell, in bfloat16 (float32 differs by at most 0.5). All columns use held-out
