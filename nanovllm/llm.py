@@ -19,7 +19,7 @@ from nanovllm.features.structured_outputs.grammars import StructuredOutputs
 from nanovllm.features.thread_safety import ThreadSafeEngine
 from nanovllm.features.windows import Windows
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.chat_template import ChatTemplate, Message
+from nanovllm.text.chat_template import ChatTemplate, Message, Tool
 from nanovllm.text.vocabulary import Vocabulary
 from nanovllm.utils.checks import (
     check_bool,
@@ -112,7 +112,10 @@ class LLM(ThreadSafeEngine):
         messages: list[Message] | list[list[Message]],
         sampling_params: Params = None,
         use_tqdm: bool = True,
-        **options: Any,
+        tools: list[Tool] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
     ) -> list[RequestOutput]:
         """Generate the next message of one conversation or of a list of them.
 
@@ -120,12 +123,11 @@ class LLM(ThreadSafeEngine):
         those of OpenAI's API. The content of a message is a str, or a list of parts, of which only
         type "text" is supported. Tool calls are in the text of the reply, as the model writes them.
 
-        Options:
+        Args:
             tools: The functions that the model may call.
             chat_template_kwargs: Variables of the template, such as enable_thinking of Qwen3.
-            add_generation_prompt: False lets the prompt end without the start of an assistant's
-                message.
-            continue_final_message: True continues the last message instead, which needs
+            add_generation_prompt: Let the prompt end with the start of an assistant's message.
+            continue_final_message: Continue the last message instead, which needs
                 add_generation_prompt=False.
         """
         expected = "a list of dicts, or a list of such lists"
@@ -133,7 +135,13 @@ class LLM(ThreadSafeEngine):
         conversations: list[Any] = list(messages)
         if conversations and isinstance(conversations[0], dict):
             conversations = [conversations]
-        prompts = self.encode_chats(conversations, **options)
+        prompts = self.encode_chats(
+            conversations,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def encode_chats(self, conversations: list[list[Message]], **options: Any) -> list[Prompt]:
