@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.batch import Batch
-from nanovllm.layers.attention import AttentionShape, Backend
+from nanovllm.layers.attention import Backend
 from nanovllm.layers.embedding import Embedding
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.norm import RMSNorm
@@ -33,8 +33,6 @@ class DecoderSpec(ModelSpec):
     norm_eps: float
     ropes: tuple[RopeSpec, ...]  # distinct ones, whose cos and sin are computed once a step
     rope_indices: tuple[int, ...]  # for each layer, an index of `ropes`
-    windows: tuple[int | None, ...]  # for each layer, as in AttentionShape
-    scale: float  # factor on the scores of attention
     qk_norm: bool = False  # RMSNorm over each query and key head
     qkv_bias: bool = False
     o_bias: bool = False
@@ -43,9 +41,10 @@ class DecoderSpec(ModelSpec):
     qkv_names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     gate_up_names: tuple[str, ...] = ("gate_proj", "up_proj")
 
-    def attention_shape(self, layer: int) -> AttentionShape | None:
-        sizes = (self.num_heads, self.num_kv_heads, self.head_dim)
-        return AttentionShape(*sizes, self.scale, self.windows[layer])
+    @property
+    def embedding_scale(self) -> float:
+        """The factor on embeddings."""
+        return 1.0
 
     def make_model(self, backend: Backend, tp: TensorParallel = ALONE) -> CausalLM:
         return self.add_head(Decoder(self, backend, tp), self.hidden_size, tp)
@@ -173,10 +172,9 @@ class DecoderLayers(nn.ModuleList):
 class Decoder(nn.Module):
     """Token ids to hidden states."""
 
-    embedding_scale = 1.0  # factor on embeddings
-
     def __init__(self, spec: DecoderSpec, backend: Backend, tp: TensorParallel) -> None:
         super().__init__()
+        self.embedding_scale = spec.embedding_scale
         self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, spec.dtype, tp)
         self.rotaries = nn.ModuleList(map(RotaryEmbedding, spec.ropes))
         self.layers = DecoderLayers(

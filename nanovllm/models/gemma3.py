@@ -18,19 +18,27 @@ from transformers import PretrainedConfig
 from nanovllm.batch import Batch
 from nanovllm.layers.attention import Backend
 from nanovllm.layers.norm import RMSNorm, ZeroCenteredRMSNorm
-from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
+from nanovllm.layers.tensor_parallel import TensorParallel
 from nanovllm.models.attention_fields import Fields, compute_by_layer_type
-from nanovllm.models.decoder import MLP, CosSins, Decoder, DecoderSpec
-from nanovllm.models.spec import CausalLM
+from nanovllm.models.decoder import MLP, CosSins, DecoderSpec
 from nanovllm.utils.checks import check_number
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma3Spec(DecoderSpec):
-    """A decoder with the layers of this file."""
+    """A decoder with the layers of this file.
 
-    def make_model(self, backend: Backend, tp: TensorParallel = ALONE) -> CausalLM:
-        return self.add_head(Gemma3Decoder(self, backend, tp), self.hidden_size, tp)
+    Embeddings are scaled, but not the output head, which shares their matrix.
+    """
+
+    @property
+    def embedding_scale(self) -> float:
+        """The root of the hidden size, rounded to the model's dtype, as in training.
+
+        In bfloat16, the 1B model has 34 in place of 33.94.
+        """
+        # On the CPU, because models are made on the device "meta", which has no numbers.
+        return torch.tensor(self.hidden_size**0.5, dtype=self.dtype, device="cpu").item()
 
     def make_layer(self, layer: int, backend: Backend, tp: TensorParallel) -> nn.Module:
         return Gemma3Layer(self, layer, backend, tp)
@@ -67,18 +75,6 @@ class Gemma3Layer(nn.Module):
         x = x + self.post_attention_layernorm(attended)
         expanded = self.mlp(self.pre_feedforward_layernorm(x))
         return x + self.post_feedforward_layernorm(expanded)
-
-
-class Gemma3Decoder(Decoder):
-    """Scales the embeddings, but not the output head, which shares their matrix."""
-
-    def __init__(self, spec: Gemma3Spec, backend: Backend, tp: TensorParallel) -> None:
-        super().__init__(spec, backend, tp)
-        # The models were trained with a root that is rounded to their dtype. In bfloat16, the 1B
-        # model has 34 in place of 33.94. The root is computed on the CPU, because models are made
-        # on the device "meta", which has no numbers.
-        root = torch.tensor(spec.hidden_size**0.5, dtype=spec.dtype, device="cpu")
-        self.embedding_scale = root.item()
 
 
 def compute_gemma3(config: PretrainedConfig, given: Fields) -> Fields:

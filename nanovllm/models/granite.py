@@ -35,6 +35,10 @@ class GraniteSpec(DecoderSpec):
     residual_multiplier: float
     logits_scaling: float
 
+    @property
+    def embedding_scale(self) -> float:
+        return self.embedding_multiplier / self.residual_multiplier
+
     def make_model(self, backend: Backend, tp: TensorParallel = ALONE) -> CausalLM:
         return self.add_head(GraniteDecoder(self, backend, tp), self.hidden_size, tp)
 
@@ -45,7 +49,6 @@ class GraniteSpec(DecoderSpec):
 class GraniteDecoder(Decoder):
     def __init__(self, spec: GraniteSpec, backend: Backend, tp: TensorParallel) -> None:
         super().__init__(spec, backend, tp)
-        self.embedding_scale = spec.embedding_multiplier / spec.residual_multiplier
         self.logits_scaling = spec.logits_scaling
 
     def forward(self, batch: Batch, kv_caches: list[Tensor]) -> Tensor:

@@ -30,18 +30,14 @@ _FIRST_POSITION = 2  # the rows before it are for padding, which does not occur 
 class OPTSpec(ModelSpec):
     """What distinguishes one OPT from another. models/architectures.py reads it."""
 
-    embedding_size: int  # width of the token embeddings and of the output head
-    norm_first: bool
-    final_norm: bool
-    norm_has_weights: bool
-    bias: bool  # for the projections in layers; project_in and project_out have none
+    word_embed_proj_dim: int  # width of the token embeddings and of the output head
+    do_layer_norm_before: bool  # the models with pre-norm also have a norm at the end
 
     def make_model(self, backend: Backend, tp: TensorParallel = ALONE) -> CausalLM:
-        return self.add_head(OPTDecoder(self, backend, tp), self.embedding_size, tp)
+        return self.add_head(OPTDecoder(self, backend, tp), self.word_embed_proj_dim, tp)
 
     def make_norm(self) -> nn.LayerNorm:
-        has_weights = self.norm_has_weights
-        return nn.LayerNorm(self.hidden_size, elementwise_affine=has_weights, dtype=self.dtype)
+        return nn.LayerNorm(self.hidden_size, dtype=self.dtype)
 
 
 class OPTAttention(nn.Module):
@@ -51,8 +47,8 @@ class OPTAttention(nn.Module):
         self.backend = backend
         size = spec.hidden_size
         parts = [("q_proj", size), ("k_proj", size), ("v_proj", size)]
-        self.qkv_proj = ColumnParallelLinear(size, parts, spec.bias, spec.dtype, tp)
-        self.out_proj = RowParallelLinear(size, size, spec.bias, spec.dtype, tp)
+        self.qkv_proj = ColumnParallelLinear(size, parts, True, spec.dtype, tp)
+        self.out_proj = RowParallelLinear(size, size, True, spec.dtype, tp)
 
     def forward(self, x: Tensor, kv_cache: Tensor, batch: Batch) -> Tensor:
         vectors = self.qkv_proj(x).unflatten(-1, (-1, self.shape.head_dim))
@@ -66,11 +62,11 @@ class OPTLayer(nn.Module):
     def __init__(self, spec: OPTSpec, backend: Backend, tp: TensorParallel) -> None:
         super().__init__()
         hidden_size, width = spec.hidden_size, spec.intermediate_size
-        self.norm_first = spec.norm_first
+        self.norm_first = spec.do_layer_norm_before
         self.self_attn = OPTAttention(spec, backend, tp)
         self.self_attn_layer_norm = spec.make_norm()
-        self.fc1 = ColumnParallelLinear(hidden_size, [("fc1", width)], spec.bias, spec.dtype, tp)
-        self.fc2 = RowParallelLinear(width, hidden_size, spec.bias, spec.dtype, tp)
+        self.fc1 = ColumnParallelLinear(hidden_size, [("fc1", width)], True, spec.dtype, tp)
+        self.fc2 = RowParallelLinear(width, hidden_size, True, spec.dtype, tp)
         self.final_layer_norm = spec.make_norm()
 
     def forward(self, x: Tensor, kv_cache: Tensor, batch: Batch) -> Tensor:
@@ -85,11 +81,11 @@ class OPTLayer(nn.Module):
 
 
 class OPTDecoder(nn.Module):
-    """Token ids to hidden states of embedding_size."""
+    """Token ids to hidden states of the size of the embeddings."""
 
     def __init__(self, spec: OPTSpec, backend: Backend, tp: TensorParallel) -> None:
         super().__init__()
-        hidden_size, embedding_size = spec.hidden_size, spec.embedding_size
+        hidden_size, embedding_size = spec.hidden_size, spec.word_embed_proj_dim
         num_positions = spec.max_len + _FIRST_POSITION
         self.embed_tokens = Embedding(spec.vocab_size, embedding_size, spec.dtype, tp)
         self.embed_positions = nn.Embedding(num_positions, hidden_size, dtype=spec.dtype)
@@ -99,7 +95,8 @@ class OPTDecoder(nn.Module):
             self.project_in = RowParallelLinear(embedding_size, hidden_size, False, spec.dtype)
             self.project_out = RowParallelLinear(hidden_size, embedding_size, False, spec.dtype)
         self.layers = nn.ModuleList(OPTLayer(spec, backend, tp) for _ in range(spec.num_layers))
-        self.final_layer_norm = spec.make_norm() if spec.final_norm else nn.Identity()
+        has_norm = spec.do_layer_norm_before
+        self.final_layer_norm = spec.make_norm() if has_norm else nn.Identity()
 
     def forward(self, batch: Batch, kv_caches: list[Tensor]) -> Tensor:
         x = self.project_in(self.embed_tokens(batch.input_ids))  # [num_tokens, hidden_size]
@@ -113,8 +110,10 @@ class OPTDecoder(nn.Module):
 def compute_opt(config: PretrainedConfig, given: Fields) -> Fields:
     hidden_size, num_heads = given["hidden_size"], given["num_heads"]
     check_multiple("hidden_size", hidden_size, "num_attention_heads", num_heads)
+    head_dim = hidden_size // num_heads
     return {
         "num_kv_heads": num_heads,
-        "head_dim": hidden_size // num_heads,
-        "final_norm": given["norm_first"] and not config._remove_final_layer_norm,
+        "head_dim": head_dim,
+        "scale": head_dim**-0.5,
+        "windows": (None,) * given["num_layers"],
     }

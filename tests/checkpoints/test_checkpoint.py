@@ -83,6 +83,8 @@ def test_invalid_configs_are_rejected(checkpoint, changes, complaint):
         ("qwen3", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ("qwen3", {"dtype": "float8_e4m3fn"}, "dtype must be one of .*float8_e4m3fn"),
         ("opt", {"activation_function": "gelu"}, "activation_function must be one of 'relu'"),
+        ("opt", {"enable_bias": False}, "enable_bias must be one of True, not False"),
+        ("opt", {"_remove_final_layer_norm": True}, "_remove_final_layer_norm must be"),
         ("llama-2", {"sliding_window": 64}, "sliding_window is no field of LlamaConfig"),
         ("ministral", {"layer_types": CHUNKED}, "layer_types must be .* not 'chunked_attention'"),
         ("opt", {"num_attention_heads": 5}, "hidden_size=32 must be a multiple of"),
@@ -104,7 +106,7 @@ def test_unsupported_features_are_named(tmp_path, family, changes, complaint):
         ("qwen3", {"intermediate_size": 41}, 2, "does not divide intermediate_size=41"),
         ("qwen3", {"num_attention_heads": 12, "num_key_value_heads": 4}, 6, "must divide num_key"),
         ("qwen3-moe", {"moe_intermediate_size": 25}, 2, "does not divide moe_intermediate_size=25"),
-        ("qwen3-moe", {"mlp_only_layers": [1]}, 2, "does not divide intermediate_size=47"),
+        ("qwen3-moe", {"intermediate_size": 47}, 2, "does not divide intermediate_size=47"),
     ],
 )
 def test_sizes_that_the_ranks_do_not_divide(tmp_path, family, changes, size, complaint):
