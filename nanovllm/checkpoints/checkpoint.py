@@ -1,7 +1,6 @@
 """Opens a checkpoint: everything that an engine reads from its directory, except the weights."""
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,12 +21,6 @@ _FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 # The same weights for other programs, in repositories of Mistral and Meta.
 _COPIES = ["consolidated*", "original/*", "*/*.safetensors"]
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-# Where programs store settings of quantization: fields of config.json, or files beside it.
-_QUANTIZATION_FIELDS = ("quantization_config", "compression_config")
-_QUANTIZATION_FILES = {  # with the quant_method that their contents can omit
-    "quantize_config.json": "gptq",
-    "quant_config.json": "awq",
-}
 _GENERATION_CONFIG = "generation_config.json"
 _SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
 
@@ -83,8 +76,7 @@ def find_checkpoint(model: str) -> Path:
 def read_config(directory: Path) -> PretrainedConfig:
     """Read config.json and fill in the defaults of its family.
 
-    Of a model for text and images, return the config of the text part, with every EOS id. Settings
-    of quantization become its quantization_config, and quantization_source names their place.
+    Of a model for text and images, return the config of the text part, with every EOS id.
 
     Raises ValueError for a config that transformers rejects.
     """
@@ -99,28 +91,13 @@ def read_config(directory: Path) -> PretrainedConfig:
             # Only what the file states, because the class of the whole config has defaults of its
             # own.
             stated = read_json(path)
-            for name in stated.keys() & {"architectures", "tie_word_embeddings"}:
+            names = {"architectures", "tie_word_embeddings", "quantization_config"}
+            for name in stated.keys() & names:
                 setattr(text_config, name, stated[name])
             text_config.dtype = text_config.dtype or config.dtype
             outer_ids = _list_ids(getattr(config, "eos_token_id", None))
             text_config.eos_token_id = outer_ids + _list_ids(text_config.eos_token_id)
-    for source, settings in _list_quantization(directory, config, text_config):
-        if settings:
-            text_config.quantization_config = settings
-            text_config.quantization_source = source
-            break
     return text_config
-
-
-def _list_quantization(directory: Path, *configs: PretrainedConfig) -> Iterator[tuple[str, Any]]:
-    """Yield the places where settings of quantization can be, with their contents."""
-    for config in configs:
-        for field in _QUANTIZATION_FIELDS:
-            yield field, getattr(config, field, None)
-    for name, method in _QUANTIZATION_FILES.items():
-        path = directory / name
-        if path.exists():
-            yield name, {"quant_method": method, **read_json(path)}
 
 
 def read_tokenizer(directory: Path) -> PreTrainedTokenizerBase | None:
@@ -144,14 +121,13 @@ def _read_generation_config(directory: Path) -> dict[str, Any]:
 
 
 def choose_dtype(config: Config, hf_config: PretrainedConfig, directory: Path) -> torch.dtype:
-    """Return the dtype of `config`, or else of config.json, or else of the first floats stored."""
+    """Return the dtype of `config`, or else of config.json, or else of the stored embedding."""
     if config.dtype != "auto":
         return getattr(torch, config.dtype)
     if isinstance(hf_config.dtype, torch.dtype):
         return hf_config.dtype
     files = open_weights(directory, config.load_format)
-    stored = None if files is None else files.find_stored_dtype()
-    return stored or torch.float32
+    return torch.float32 if files is None else files.find_stored_dtype()
 
 
 def read_eos_token_ids(

@@ -48,13 +48,12 @@ _OPTIONS = {
 def read_quantization(config: PretrainedConfig, option: str | None) -> Quantization:
     """Read the quantization_config of a config from `read_config`.
 
-    Raises ValueError that names an unsupported format or value, and where it is set.
+    Raises ValueError that names an unsupported format or value.
     """
     settings = getattr(config, "quantization_config", None)
     if not settings:
         return _OPTIONS[option]
-    source = getattr(config, "quantization_source", "quantization_config")
-    with naming(source, Exception):  # an invalid value can raise anything
+    with naming("quantization_config", Exception):  # an invalid value can raise anything
         settings = dict(settings)
         method = check_choice("quant_method", settings.get("quant_method"), tuple(_READERS))
         return replace(_OPTIONS[option], format=_READERS[method](settings))
@@ -78,12 +77,8 @@ def _read_gptq(settings: Settings) -> Format:
 
 
 def _read_awq(settings: Settings) -> Format:
-    # quant_config.json of AutoAWQ has other names.
-    given = {"bits": settings.get("w_bit"), "group_size": settings.get("q_group_size")}
-    settings = {**given, **settings}
-    check_supported(settings, version=(None, "gemm", "GEMM"), bits=(4,))
-    is_symmetric = not settings.get("zero_point", True)
-    return _make_packed(AWQ, settings["bits"], settings["group_size"], is_symmetric)
+    check_supported(settings, version=(None, "gemm"), bits=(4,), zero_point=(None, True))
+    return _make_packed(AWQ, settings["bits"], settings.get("group_size"), is_symmetric=False)
 
 
 def _read_compressed(settings: Settings) -> Format:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.checkpoints.formats import Format
-from nanovllm.checkpoints.tensor_files import TensorFiles, summarize
+from nanovllm.checkpoints.tensor_files import EMBEDDING, HEAD, TensorFiles, summarize
 from nanovllm.layers.attention import Backend
 from nanovllm.layers.linear import Target
 from nanovllm.layers.tensor_parallel import TensorParallel
@@ -22,7 +22,6 @@ from nanovllm.models.moe import Experts
 from nanovllm.models.quantized_layers import quantize_layers
 from nanovllm.models.spec import CausalLM, ModelSpec
 
-_HEAD = "lm_head.weight"
 _SKIPPED_PARTS = ("model.visual.", "model.vision_tower.", "model.multi_modal_projector.", "mtp.")
 # Dummy weights repeat after this many, because torch takes five seconds to draw a billion, with any
 # number of threads. This is a prime number, so the rows of a large matrix do not repeat.
@@ -74,7 +73,7 @@ def load_checkpoint(model: nn.Module, files: TensorFiles, format: Format | None 
     Raises ValueError if the two do not match or a file is damaged.
     """
     targets = _find_targets(model)
-    if _HEAD in files and _HEAD not in targets:
+    if HEAD in files and HEAD not in targets:
         _resolve_tied_head(files, targets)
     missing: list[str] = []
     for name, parts in targets.items():
@@ -103,16 +102,15 @@ def _resolve_tied_head(files: TensorFiles, targets: dict[str, list[Target]]) -> 
 
     The model has no head of its own, because config.json has tie_word_embeddings=true.
     """
-    embedding = next(name for name in targets if name.endswith("embed_tokens.weight"))
-    if embedding not in files:
-        targets[_HEAD] = targets.pop(embedding)
+    if EMBEDDING not in files:
+        targets[HEAD] = targets.pop(EMBEDDING)
         return
-    (target,) = targets[embedding]
-    head, other = (files.open(name, target.full_shape) for name in (_HEAD, embedding))
+    (target,) = targets[EMBEDDING]
+    head, other = (files.open(name, target.full_shape) for name in (HEAD, EMBEDDING))
     ours = head[target.shard]
     if not torch.equal(ours, other[target.shard].to(ours)):  # their dtypes can differ
         raise ValueError(
-            f"{_HEAD} differs from {embedding}, but config.json has tie_word_embeddings=true:"
+            f"{HEAD} differs from {EMBEDDING}, but config.json has tie_word_embeddings=true:"
             " set it to false"
         )
 

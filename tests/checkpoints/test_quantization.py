@@ -587,67 +587,10 @@ def test_missing_parts_are_named(checkpoint, tmp_path, name, part, complaint):
         load(tmp_path)
 
 
-def move_settings(directory, name, settings):
-    """Store the settings of quantization elsewhere than in quantization_config."""
-    path = directory / "config.json"
-    config = json.loads(path.read_text())
-    del config["quantization_config"]
-    path.write_text(json.dumps(config))
-    if name.endswith(".json"):
-        (directory / name).write_text(json.dumps(settings))
-    else:
-        edit_config(directory, **{name: settings})
-
-
-AUTO_GPTQ = dict(bits=4, group_size=32, sym=False, desc_act=False, model_file_base_name="model")
-AUTO_AWQ = dict(w_bit=4, q_group_size=32, zero_point=True, version="GEMM")
-
-
-@pytest.mark.parametrize(
-    "name, key, settings",
-    [
-        ("gptq", "quantize_config.json", AUTO_GPTQ),
-        ("gptq v2", "quantize_config.json", AUTO_GPTQ | dict(checkpoint_format="gptq_v2")),
-        ("awq", "quant_config.json", AUTO_AWQ),
-        ("compressed", "compression_config", FORMATS["compressed"][0]),
-    ],
-)
-def test_settings_are_found_where_other_programs_store_them(
-    checkpoint, tmp_path, name, key, settings
-):
-    _, make_parts, scheme, options = FORMATS[name]
-    dequantized = convert(tmp_path, FORMATS[name][0], make_parts, scheme, **options)
-    move_settings(tmp_path, key, settings)
-    assert tokens_of(tmp_path) == oracle_tokens(checkpoint, dequantized)
-
-
-def test_config_json_takes_precedence(checkpoint, tmp_path):
-    dequantized = convert(tmp_path, gptq(), pack_gptq, INT4_32)
-    (tmp_path / "quantize_config.json").write_text(json.dumps(AUTO_GPTQ | dict(bits=3)))
-    edit_config(tmp_path, compression_config=compressed(2))
-    assert tokens_of(tmp_path) == oracle_tokens(checkpoint, dequantized)
-
-
-@pytest.mark.parametrize(
-    "key, settings, complaint",
-    [
-        ("quantize_config.json", AUTO_GPTQ | dict(bits=3), "bits must be one of 4, 8, not 3"),
-        ("quant_config.json", AUTO_AWQ | dict(version="GEMV"), "version .*'GEMV'"),
-        ("compression_config", compressed(2), "bits must be one of 4, 8, not 2"),
-    ],
-)
-def test_a_place_with_unsupported_settings_is_named(checkpoint, tmp_path, key, settings, complaint):
-    convert(tmp_path, gptq(), pack_gptq, INT4_32)
-    move_settings(tmp_path, key, settings)
-    with pytest.raises(ValueError, match=f"{key}: .*{complaint}"):
-        load(tmp_path)
-
-
 @pytest.mark.parametrize("is_inside", [False, True])
-@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
-def test_settings_of_a_model_with_images_are_found(tmp_path, key, is_inside):
+def test_settings_of_a_model_with_images_are_found(tmp_path, is_inside):
     config = Qwen3_5Config().to_dict()
-    (config["text_config"] if is_inside else config)[key] = gptq()
+    (config["text_config"] if is_inside else config)["quantization_config"] = gptq()
     (tmp_path / "config.json").write_text(json.dumps(config))
     format = read_quantization(read_config(tmp_path), None).format
     assert format == read_quantization(Qwen3MoeConfig(quantization_config=gptq()), None).format

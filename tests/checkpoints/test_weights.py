@@ -133,7 +133,7 @@ def edit_index(directory, edit):
 
 def test_a_missing_shard_is_noticed(shards, tmp_path):
     shards[1].unlink()
-    reject(f"{tmp_path}/model.safetensors.index.json lists '{shards[1].name}'", tmp_path)
+    reject(f"{shards[1]}: No such file", tmp_path)
     (tmp_path / "model.safetensors.index.json").unlink()
     reject("missing tensors: model", tmp_path)
 
@@ -148,11 +148,12 @@ def test_a_tensor_in_two_shards_is_noticed_without_an_index(shards, tmp_path):
 
 
 def test_only_tensors_of_the_index_are_read(shards, tmp_path):
-    """Not the shards of an earlier save, nor superseded tensors. The dtype, too, is theirs."""
+    """Not the files of an earlier save, nor superseded tensors. The dtype, too, is theirs."""
     expected = generate_ids(load(tmp_path), [[5, 6, 7]], greedy(8))
     edit_config(tmp_path, dtype=None)
     stale = {name: ones(2).half() for path in shards for name in load_file(path)}
     save_file(stale, tmp_path / "model-00000-of-00001.safetensors")
+    (tmp_path / "model.safetensors").write_bytes(b"not read")
     for path in shards:
         save_file({"a": ones(2).half(), **stale, **load_file(path)}, path)
     llm = load(tmp_path)
@@ -169,29 +170,13 @@ def test_a_tensor_that_is_not_in_its_file_is_named(shards, tmp_path):
     reject(f"not match the model: missing tensors: {UP}$", tmp_path)
 
 
-@pytest.mark.parametrize("name", ["../a.safetensors", "/a", "a/b", "", ".", "..", 3, None, ["a"]])
-def test_an_index_leads_nowhere_else(shards, tmp_path, name):
-    edit_index(tmp_path, lambda weight_map: weight_map.update({UP: name}))
-    reject("safetensors.index.json", tmp_path)
-
-
 @pytest.mark.parametrize(
-    "content", ["", "{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {}}', "[" * 10**5]
+    "content", ["", "{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 3}}', "[" * 10**5]
 )
 def test_a_damaged_index_is_named(shards, tmp_path, content):
     path = tmp_path / "model.safetensors.index.json"
     path.write_text(content)
     reject(str(path), tmp_path)
-
-
-def test_an_index_of_an_earlier_save_does_not_count(shards, tmp_path):
-    """save_pretrained removes its shards. As long as they are there, the index decides."""
-    (tmp_path / "model.safetensors").write_bytes(b"not read")
-    load(tmp_path)
-    make_checkpoint(tmp_path)
-    assert not shards[0].exists()
-    assert (tmp_path / "model.safetensors.index.json").exists()
-    load(tmp_path)
 
 
 def test_which_files_hold_the_weights(shards, tmp_path):
