@@ -21,7 +21,6 @@ _FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 # The same weights for other programs, in repositories of Mistral and Meta.
 _COPIES = ["consolidated*", "original/*", "*/*.safetensors"]
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-_GENERATION_CONFIG = "generation_config.json"
 _SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
 
 
@@ -45,15 +44,16 @@ class Checkpoint:
         directory = find_checkpoint(os.fspath(config.model))
         hf_config = read_config(directory)
         tokenizer = read_tokenizer(directory)
-        defaults = read_generation_defaults(directory)
-        with naming(directory / _GENERATION_CONFIG, ValueError, TypeError):
-            default_params = SamplingParams(**defaults)
+        path = directory / "generation_config.json"
+        generation_config = read_json(path) if path.exists() else {}
+        with naming(path, ValueError, TypeError):
+            default_params = SamplingParams(**find_generation_defaults(generation_config))
         return cls(
             directory=directory,
             hf_config=hf_config,
             dtype=choose_dtype(config, hf_config, directory),
             tokenizer=tokenizer,
-            eos_token_ids=read_eos_token_ids(directory, hf_config, tokenizer),
+            eos_token_ids=read_eos_token_ids(directory, generation_config, hf_config, tokenizer),
             default_params=default_params,
         )
 
@@ -115,11 +115,6 @@ def read_tokenizer(directory: Path) -> PreTrainedTokenizerBase | None:
         return AutoTokenizer.from_pretrained(directory, **LOCAL)
 
 
-def _read_generation_config(directory: Path) -> dict[str, Any]:
-    path = directory / _GENERATION_CONFIG
-    return read_json(path) if path.exists() else {}
-
-
 def choose_dtype(config: Config, hf_config: PretrainedConfig, directory: Path) -> torch.dtype:
     """Return the dtype of `config`, or else of config.json, or else of the stored embedding."""
     if config.dtype != "auto":
@@ -131,7 +126,10 @@ def choose_dtype(config: Config, hf_config: PretrainedConfig, directory: Path) -
 
 
 def read_eos_token_ids(
-    directory: Path, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None
+    directory: Path,
+    generation_config: dict[str, Any],
+    config: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
 ) -> frozenset[int]:
     """Return every EOS id of generation_config.json, config.json and the tokenizer.
 
@@ -142,7 +140,7 @@ def read_eos_token_ids(
     it.
     """
     given = {
-        _GENERATION_CONFIG: _read_generation_config(directory).get("eos_token_id"),
+        "generation_config.json": generation_config.get("eos_token_id"),
         "config.json": config.eos_token_id,
         "tokenizer_config.json": None if tokenizer is None else tokenizer.eos_token_id,
     }
@@ -160,15 +158,12 @@ def _list_ids(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def read_generation_defaults(directory: Path) -> dict[str, Any]:
+def find_generation_defaults(generation_config: dict[str, Any]) -> dict[str, Any]:
     """Return the sampling parameters that generation_config.json sets, by their names here.
 
     As in vLLM, null means unset and do_sample is ignored. In transformers a missing do_sample means
     greedy, so obeying it would make most base models greedy, which users of vLLM do not expect.
-
-    The values are not checked. Raises ValueError if the file contains no JSON object.
+    The values are not checked.
     """
-    content = _read_generation_config(directory)
-    content["max_tokens"] = content.get("max_new_tokens")
-    given = {name: content.get(name) for name in _SAMPLING_FIELDS}
-    return {name: value for name, value in given.items() if value is not None}
+    content = {**generation_config, "max_tokens": generation_config.get("max_new_tokens")}
+    return {name: content[name] for name in _SAMPLING_FIELDS if content.get(name) is not None}

@@ -22,14 +22,21 @@ FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 INDEX = "model.safetensors.index.json"
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
+# Parts of the names in "model.decoder.", those of OPT, whose structure is that of other decoders.
+_RENAMED = {
+    "decoder.final_layer_norm.": "decoder.norm.",
+    ".final_layer_norm.": ".post_attention_layernorm.",
+    ".self_attn_layer_norm.": ".input_layernorm.",
+    ".self_attn.out_proj.": ".self_attn.o_proj.",
+    ".fc": ".mlp.fc",
+}
 _DAMAGED = (SafetensorError, OSError)  # what safe_open raises
 
 
 class TensorFiles:
     """Maps the names of tensors to their files.
 
-    Raises ValueError if there are no files, if the index is damaged or does not match, or if two
-    files have the same tensor.
+    Raises ValueError if there are no files, if one is damaged, or if two have the same tensor.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -37,25 +44,18 @@ class TensorFiles:
         self._files: dict[Path, safe_open] = {}
         self._stored: dict[str, tuple[Path, str]] = {}  # file, and the name in it
         self._opened: set[str] = set()
-        repeated: list[str] = []
         for path, listed in list_files(directory).items():
             with naming(path, *_DAMAGED):
                 self._files[path] = safe_open(path, framework="pt")
-            names = self._files[path].keys()
-            missing = sorted((listed or set()).difference(names))
-            if missing:
-                problem = summarize(f"missing tensors, which {INDEX} lists", missing)
-                raise ValueError(f"{path}: {problem}")
-            for stored_name in names:
+            for stored_name in self._files[path].keys():
                 if listed is not None and stored_name not in listed:
                     continue
                 name = _normalize(stored_name)
                 if name in self._stored:
-                    repeated.append(f"{self.locate(name)} and {stored_name} in {path.name}")
+                    raise ValueError(
+                        f"{path}: {stored_name} repeats {self.locate(name)}: remove one of them"
+                    )
                 self._stored[name] = (path, stored_name)
-        if repeated:
-            problem = summarize("repeated tensors", repeated)
-            raise ValueError(f"the checkpoint in {directory} is ambiguous: {problem}")
 
     def __contains__(self, name: str) -> bool:
         return name in self._stored
@@ -123,8 +123,11 @@ def _normalize(stored_name: str) -> str:
     name = stored_name.removeprefix("language_model.")
     if not name.startswith(("model.", "lm_head.", "mtp.")):
         name = f"model.{name}"
+    if name.startswith("model.decoder."):
+        for old, new in _RENAMED.items():
+            name = name.replace(old, new)
     name = re.sub(r"^model\.(language_model|decoder)\.", "model.", name)
-    return re.sub(r"(\.experts\.(?:gate_up|down)_proj)(_scale_inv)?$", r"\1.weight\2", name)
+    return re.sub(r"(\.experts\.(?:gate_up|down)_proj)$", r"\1.weight", name)
 
 
 def summarize(title: str, names: list[str]) -> str:

@@ -29,16 +29,7 @@ from nanovllm.models.olmo import OlmoSpec
 from nanovllm.models.opt import OPTSpec, compute_opt
 from nanovllm.models.qwen3_5 import Qwen35MoESpec, Qwen35Spec, compute_qwen3_5
 from nanovllm.models.spec import ModelSpec
-from nanovllm.utils.checks import (
-    check_choice,
-    check_int,
-    check_number,
-    check_supported,
-    naming,
-    show,
-)
-
-MAX_LAYERS = 1000  # far above real models
+from nanovllm.utils.checks import check_choice, check_int, check_number, check_supported, naming
 
 # Fields of specs whose names in config.json are others. A field is read if a spec has it and the
 # class of a config declares it.
@@ -99,13 +90,7 @@ _GEMMA3 = Family(
     },
 )
 _QWEN3_5 = Family(Qwen35Spec, _NORMED, compute_qwen3_5)
-_QWEN3_5_MOE = Family(
-    Qwen35MoESpec,
-    _NORMED,
-    compute_qwen3_5,
-    # config.json has no intermediate_size, because only the shared expert is an ordinary MLP.
-    names={"intermediate_size": "shared_expert_intermediate_size"},
-)
+_QWEN3_5_MOE = Family(Qwen35MoESpec, _NORMED, compute_qwen3_5)
 _QKVZ, _BA = "in_proj_qkvz", "in_proj_ba"
 _QWEN3_NEXT = Family(
     Qwen35MoESpec,
@@ -124,7 +109,8 @@ ARCHITECTURES = {
     "Olmo3ForCausalLM": Family(OlmoSpec, compute=compute_by_layer_type),
     "OPTForCausalLM": Family(
         OPTSpec,
-        compute=compute_opt,
+        {"qkv_bias": True, "o_bias": True},
+        compute_opt,
         supported={
             "activation_function": ("relu",),
             "enable_bias": (True,),
@@ -161,7 +147,8 @@ def read_spec(
     """
     path = Path(config.name_or_path or "", "config.json")
     with naming(path, Exception):  # an invalid value can raise anything
-        family = _find_family(next(iter(config.architectures or ()), None))
+        name = next(iter(config.architectures or ()), None)
+        family = ARCHITECTURES[check_choice("architectures[0]", name, tuple(ARCHITECTURES))]
         check_choice("dtype", str(dtype).removeprefix("torch."), DTYPES)
         check_supported(vars(config), **family.supported)
         names = {**NAMES, **family.names}
@@ -171,15 +158,6 @@ def read_spec(
         spec = family.spec(**{**read, **computed, "dtype": dtype, "quantization": quantized})
         _check_ranks(spec, names, num_ranks)
         return spec
-
-
-def _find_family(name: object) -> Family:
-    if isinstance(name, str) and name in ARCHITECTURES:
-        return ARCHITECTURES[name]
-    raise ValueError(
-        f"architectures[0]={show(name)} is not supported: nanovllm/models/README.md lists the"
-        " supported classes"
-    )
 
 
 def _check_ranks(spec: ModelSpec, names: Mapping[str, str], num_ranks: int) -> None:
@@ -210,8 +188,7 @@ def _read_fields(
             continue
         value = getattr(config, name)
         if field.type is int and field.name != "head_dim":  # which `compute` reads
-            limit = MAX_LAYERS if field.name == "num_layers" else MAX_SIZE
-            value = check_int(name, value, 1, limit)
+            value = check_int(name, value, 1, MAX_SIZE)
         elif field.type is float:
             value = check_number(name, value, low=0.0, open_low=True)
         found[field.name] = value

@@ -23,44 +23,11 @@ from nanovllm.batch import Batch
 from nanovllm.layers.attention import AttentionShape, Backend
 from nanovllm.layers.gated_delta import DeltaInputs, DeltaSizes, GatedDeltaRule
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
-from nanovllm.layers.norm import RMSNorm, ZeroCenteredRMSNorm
+from nanovllm.layers.norm import ZeroCenteredRMSNorm
 from nanovllm.layers.tensor_parallel import TensorParallel
 from nanovllm.models.attention_fields import Fields, check_multiple, compute_decoder
 from nanovllm.models.decoder import Attention, CosSins, DecoderLayer, DecoderSpec
 from nanovllm.models.moe import MoESpec
-
-
-@dataclass(frozen=True, kw_only=True)
-class Qwen35Spec(DeltaSizes, DecoderSpec):
-    """A decoder with the sizes of its Gated DeltaNets.
-
-    DeltaSizes comes first, because its state_size replaces that of ModelSpec.
-    """
-
-    layer_types: Sequence[str]  # "full_attention", or "linear_attention" for a Gated DeltaNet
-    # The tensors of q, k and v, of the gate, of beta and of the decay.
-    projections: tuple[str, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-    has_groups: bool = False  # in these tensors, whether the rows of a key head are adjacent
-
-    def attention_shape(self, layer: int) -> AttentionShape | None:
-        has_state = self.layer_types[layer] == "linear_attention"
-        return None if has_state else super().attention_shape(layer)
-
-    def make_layer(self, layer: int, backend: Backend, tp: TensorParallel) -> nn.Module:
-        if self.attention_shape(layer) is None:
-            return DeltaLayer(self, layer, tp)
-        return DecoderLayer(self, layer, backend, tp)
-
-    def make_attention(self, layer: int, backend: Backend, tp: TensorParallel) -> Attention:
-        return GatedAttention(self, layer, backend, tp)
-
-    def make_norm(self, size: int) -> RMSNorm:
-        return ZeroCenteredRMSNorm(size, self.norm_eps, self.dtype)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Qwen35MoESpec(Qwen35Spec, MoESpec):
-    """With experts in place of MLPs, in layers with attention and in those with a state."""
 
 
 class GatedAttention(Attention):
@@ -80,7 +47,7 @@ class GatedAttention(Attention):
 class DeltaLayer(nn.Module):
     """As a DecoderLayer, with a Gated DeltaNet in place of attention and states in place of K/V."""
 
-    def __init__(self, spec: Qwen35Spec, layer: int, tp: TensorParallel) -> None:
+    def __init__(self, spec: "Qwen35Spec", layer: int, tp: TensorParallel) -> None:
         super().__init__()
         self.input_layernorm = spec.make_norm(spec.hidden_size)
         self.linear_attn = GatedDeltaNet(spec, tp)
@@ -93,7 +60,7 @@ class DeltaLayer(nn.Module):
 
 
 class GatedDeltaNet(nn.Module):
-    def __init__(self, spec: Qwen35Spec, tp: TensorParallel) -> None:
+    def __init__(self, spec: "Qwen35Spec", tp: TensorParallel) -> None:
         super().__init__()
         num_heads = spec.num_value_heads
         value_size = num_heads * spec.value_dim
@@ -118,6 +85,36 @@ class GatedDeltaNet(nn.Module):
         beta, decay = self.in_proj_ba(x).chunk(2, dim=-1)
         inputs = DeltaInputs(qkv, gate, beta, decay)
         return self.out_proj(self.delta_rule(inputs, states, batch))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen35Spec(DeltaSizes, DecoderSpec):
+    """A decoder with the sizes of its Gated DeltaNets.
+
+    DeltaSizes comes first, because its state_size replaces that of ModelSpec.
+    """
+
+    layer_types: Sequence[str]  # "full_attention", or "linear_attention" for a Gated DeltaNet
+    # The tensors of q, k and v, of the gate, of beta and of the decay.
+    projections: tuple[str, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+    has_groups: bool = False  # in these tensors, whether the rows of a key head are adjacent
+
+    attention_class = GatedAttention
+    norm_class = ZeroCenteredRMSNorm
+
+    def attention_shape(self, layer: int) -> AttentionShape | None:
+        has_state = self.layer_types[layer] == "linear_attention"
+        return None if has_state else super().attention_shape(layer)
+
+    def make_layer(self, layer: int, backend: Backend, tp: TensorParallel) -> nn.Module:
+        if self.attention_shape(layer) is None:
+            return DeltaLayer(self, layer, tp)
+        return DecoderLayer(self, layer, backend, tp)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen35MoESpec(Qwen35Spec, MoESpec):
+    """With experts in place of MLPs, in layers with attention and in those with a state."""
 
 
 def compute_qwen3_5(config: PretrainedConfig, given: Fields) -> Fields:

@@ -47,7 +47,7 @@ class ModelSpec:
     head_dim: int
     scale: float  # factor on the scores of attention
     windows: tuple[int | None, ...]  # for each layer, as in AttentionShape
-    intermediate_size: int  # width of the MLPs
+    intermediate_size: int = 0  # width of the MLPs, if there are any
     tie_embeddings: bool  # the embedding is the output head, too
     max_len: int  # maximum number of positions, with RoPE scaling
     dtype: torch.dtype

@@ -23,15 +23,7 @@ from nanovllm.models.quantized_layers import quantize_layers
 from nanovllm.models.spec import CausalLM, ModelSpec
 
 _SKIPPED_PARTS = ("model.visual.", "model.vision_tower.", "model.multi_modal_projector.", "mtp.")
-# Dummy weights repeat after this many, because torch takes five seconds to draw a billion, with any
-# number of threads. This is a prime number, so the rows of a large matrix do not repeat.
-_NUM_DUMMIES = (1 << 22) - 3
-_SKIPPED_ENDS = (
-    "rotary_emb.inv_freq",
-    "rotary_emb.cos_cached",
-    "rotary_emb.sin_cached",
-    "weight_shape",
-)
+_SKIPPED_ENDS = ("rotary_emb.inv_freq", "weight_shape")
 
 
 def make_model(
@@ -105,10 +97,8 @@ def _resolve_tied_head(files: TensorFiles, targets: dict[str, list[Target]]) -> 
     if EMBEDDING not in files:
         targets[HEAD] = targets.pop(EMBEDDING)
         return
-    (target,) = targets[EMBEDDING]
-    head, other = (files.open(name, target.full_shape) for name in (HEAD, EMBEDDING))
-    ours = head[target.shard]
-    if not torch.equal(ours, other[target.shard].to(ours)):  # their dtypes can differ
+    head = files.read(HEAD)
+    if not torch.equal(head, files.read(EMBEDDING).to(head)):  # their dtypes can differ
         raise ValueError(
             f"{HEAD} differs from {EMBEDDING}, but config.json has tie_word_embeddings=true:"
             " set it to false"
@@ -136,15 +126,10 @@ def init_dummy_weights(model: nn.Module, seed: int) -> None:
     """
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed % 2**64)
-    numbers = torch.empty(_NUM_DUMMIES, dtype=torch.float32, device=device)
-    numbers = numbers.normal_(0.0, 0.02, generator=generator).repeat(2)
-    start = 0
     for name, parts in _find_targets(model).items():
         full = parts[0].destination.new_empty(parts[0].full_shape)
         if full.dim() > 1:
-            for chunk in full.view(-1).split(_NUM_DUMMIES):
-                chunk.copy_(numbers[start : start + len(chunk)])
-            start = (start + full.numel()) % _NUM_DUMMIES
+            full.normal_(0.0, 0.02, generator=generator)
         else:
             full.fill_(1.0 if name.endswith("norm.weight") else 0.0)
         for target in parts:

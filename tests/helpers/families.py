@@ -160,17 +160,14 @@ def make_family(directory, name, **changes):
     return Oracle(make_checkpoint(directory, family=family, **{**settings, **changes}))
 
 
-def stack_experts(weights, suffix=""):
-    """Store the experts as on the Hub: gate and up projections, one after the other, and down.
-
-    With a suffix, stack the tensors that have it, such as "_scale_inv".
-    """
+def stack_experts(weights):
+    """Store the experts as on the Hub: gate and up projections, one after the other, and down."""
     layers = {name.partition(".experts.")[0] for name in weights if ".experts." in name}
     for layer in sorted(layers):
         stacked = {}
         for part in ("gate", "up", "down"):
-            names = [f"{layer}.experts.{expert}.{part}_proj.weight{suffix}" for expert in range(8)]
+            names = [f"{layer}.experts.{expert}.{part}_proj.weight" for expert in range(8)]
             stacked[part] = torch.stack([weights.pop(name) for name in names])
         gate_up = torch.cat((stacked["gate"], stacked["up"]), dim=1)
-        weights[f"{layer}.experts.gate_up_proj{suffix}"] = gate_up
-        weights[f"{layer}.experts.down_proj{suffix}"] = stacked["down"]
+        weights[f"{layer}.experts.gate_up_proj"] = gate_up
+        weights[f"{layer}.experts.down_proj"] = stacked["down"]

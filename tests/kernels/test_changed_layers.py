@@ -31,11 +31,6 @@ from nanovllm.worker.worker import Worker
 
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
 DELTA = dict(num_key_heads=2, num_value_heads=4, key_dim=16, value_dim=24, conv_size=4)
-OPT_SIZES = dict(
-    vocab_size=80, hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=16,
-    intermediate_size=40, tie_embeddings=True, max_len=64, dtype=torch.float32, scale=0.25,
-    windows=(None, None),
-)  # fmt: skip
 
 
 def make_decoder_spec(kind, **changes):
@@ -79,8 +74,10 @@ SPECS = {
         ropes=(RopeSpec.from_base(1e4, 16), RopeSpec.from_base(1e2, 12)),
         rope_indices=(0, 1),
     ),
-    "opt": OPTSpec(
-        **OPT_SIZES,
+    "opt": make_decoder_spec(
+        OPTSpec,
+        qkv_bias=True,
+        o_bias=True,
         word_embed_proj_dim=24,
         do_layer_norm_before=True,
     ),
