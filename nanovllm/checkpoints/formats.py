@@ -79,7 +79,7 @@ class PackedFormat(Format):
     scales: str
     inputs_first: bool = True  # whether matrices are stored as [in, out], not as [out, in]
     packed_dim: int = 1
-    order: tuple[int, ...] = ()  # place of each code in an int32, the low bits first, if mixed
+    order: tuple[int, ...] = ()  # code i has this place in an int32. Empty: its own
     bits: int
     group_size: int  # 0: all inputs of an output share a scale
     is_symmetric: bool  # all zeros are the middle code

@@ -36,7 +36,8 @@ class MoESpec(DecoderSpec):
     moe_intermediate_size: int  # of an expert
     shared_expert_intermediate_size: int = 0  # 0: there is no shared expert
     norm_topk_prob: bool = True  # so that the weights of a token's experts sum to 1
-    # One of so many layers has experts, unless it is listed. The others have an ordinary MLP.
+    # Each decoder_sparse_step-th layer has experts, except those in mlp_only_layers. All others
+    # have an ordinary MLP.
     decoder_sparse_step: int = 1
     mlp_only_layers: Sequence[int] = ()
 

@@ -386,7 +386,7 @@ def test_weights_are_quantized_while_loading(tmp_path, family, option, enable_ke
     assert actual == tokens_of(tmp_path, enable_kernels=enable_kernels)
 
 
-@pytest.mark.parametrize("option", ["int8", "int4"])
+@pytest.mark.parametrize("option", ["int4", pytest.param("int8", marks=pytest.mark.sweep)])
 def test_ranks_quantize_their_shards_alike(option):
     answers = []
     for size in (1, 2):
@@ -398,15 +398,14 @@ def test_ranks_quantize_their_shards_alike(option):
     assert answers[0] == answers[1]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16"])
-def test_int8_chooses_the_tokens_of_unquantized_weights(dtype):
+def test_int8_chooses_the_tokens_of_unquantized_weights():
     """At 97 of 100 positions at least."""
     questions = [f"What is {number} + {97 - number}?" for number in range(20, 30)]
     questions += ["Spell planet backwards.", "Count from 3 to 20.", "Which day follows Monday?"]
     chats = [[{"role": "user", "content": question}] for question in questions]
     chosen = []
     for option in (None, "int8"):
-        with LLM(DEMO_MODEL, dtype=dtype, quantization=option) as llm:
+        with LLM(DEMO_MODEL, dtype="bfloat16", quantization=option) as llm:
             if option is None:
                 params = SamplingParams(seed=0)
                 sampled = llm.chat(chats, params, use_tqdm=False)
