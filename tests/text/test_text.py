@@ -357,6 +357,8 @@ def test_a_token_that_cannot_be_decoded_becomes_a_replacement_character(name):
         half = encode(tokenizer, "é")[:1]
         if decode(tokenizer, half) == "\ufffd":
             assert stream(tokenizer, [*half, BAD])[-1] == "\ufffd" * 2, "the half character stays"
+            rest = [*half, BAD, *encode(tokenizer, "a")]
+            assert stream(tokenizer, rest)[-1].replace(" ", "") == "\ufffd" * 2 + "a"
 
 
 @pytest.mark.parametrize("error", [TimeoutError, MemoryError])
