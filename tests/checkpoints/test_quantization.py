@@ -496,11 +496,8 @@ DAMAGES = [
     ("compressed", "weight_zero_point", shorten, r"has shape \[15, 2\]"),
     ("fp8", "weight_scale_inv", lambda x: x[0], r"has shape \[1\], the model needs \[1, 1\]"),
     ("fp8", "weight", widen, "is stored as F32: supported dtypes are F8_E4M3"),
-    ("gptq", "scales", None, "has no tensor"),
     ("gptq", "qzeros", None, "has no tensor"),
     ("gptq", "qweight", None, "gate_up_proj is only partly quantized, since qweight is missing"),
-    ("compressed", "weight_zero_point", None, "has no tensor"),
-    ("fp8", "weight_scale_inv", None, "is stored as F8_E4M3"),
     ("fp8", "weight", None, "has no tensor"),
 ]
 
