@@ -101,8 +101,10 @@ def prepare_messages(conversation: Any) -> list[Message]:
 def check_tools(tools: Any) -> list[Tool]:
     """Require tools with the names that OpenAI allows, and objects as parameters."""
     for name, tool in _list_dicts("tools", tools):
-        parameters = _read_function(name, tool).get("parameters") or {}
-        is_object = isinstance(parameters, dict) and parameters.get("type", "object") == "object"
+        parameters = _read_function(name, tool).get("parameters")
+        is_object = parameters is None or (
+            isinstance(parameters, dict) and parameters.get("type", "object") == "object"
+        )
         _require(is_object, f"{name}.function.parameters", "a schema of an object", parameters)
     return list(tools)
 

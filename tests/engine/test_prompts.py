@@ -220,7 +220,7 @@ def test_invalid_options_of_a_chat_are_named(demo, options, complaint):
     "tools, complaint",
     [
         ("add", "tools must be a list of dicts"),
-        ([TOOL, {}], r"tools\[1\].type must be 'function'"),
+        ([TOOL, {}], r"tools\[1\].type must be one of 'function'"),
         ([{"type": "function", "function": {"name": "two words"}}], r"tools\[0\].function.name"),
         (
             [{**TOOL, "function": {"name": "a", "parameters": []}}],
