@@ -1,7 +1,6 @@
 """Opens a checkpoint: everything that an engine reads from its directory, except the weights."""
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,13 +21,6 @@ _FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 # The same weights for other programs, in repositories of Mistral and Meta.
 _COPIES = ["consolidated*", "original/*", "*/*.safetensors"]
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-# Where programs store settings of quantization: fields of config.json, or files beside it.
-_QUANTIZATION_FIELDS = ("quantization_config", "compression_config")
-_QUANTIZATION_FILES = {  # with the quant_method that their contents can omit
-    "quantize_config.json": "gptq",
-    "quant_config.json": "awq",
-}
-_GENERATION_CONFIG = "generation_config.json"
 _SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
 
 
@@ -52,15 +44,16 @@ class Checkpoint:
         directory = find_checkpoint(os.fspath(config.model))
         hf_config = read_config(directory)
         tokenizer = read_tokenizer(directory)
-        defaults = read_generation_defaults(directory)
-        with naming(directory / _GENERATION_CONFIG, ValueError, TypeError):
-            default_params = SamplingParams(**defaults)
+        path = directory / "generation_config.json"
+        generation_config = read_json(path) if path.exists() else {}
+        with naming(path, ValueError, TypeError):
+            default_params = SamplingParams(**find_generation_defaults(generation_config))
         return cls(
             directory=directory,
             hf_config=hf_config,
             dtype=choose_dtype(config, hf_config, directory),
             tokenizer=tokenizer,
-            eos_token_ids=read_eos_token_ids(directory, hf_config, tokenizer),
+            eos_token_ids=read_eos_token_ids(directory, generation_config, hf_config, tokenizer),
             default_params=default_params,
         )
 
@@ -83,8 +76,7 @@ def find_checkpoint(model: str) -> Path:
 def read_config(directory: Path) -> PretrainedConfig:
     """Read config.json and fill in the defaults of its family.
 
-    Of a model for text and images, return the config of the text part, with every EOS id. Settings
-    of quantization become its quantization_config, and quantization_source names their place.
+    Of a model for text and images, return the config of the text part, with every EOS id.
 
     Raises ValueError for a config that transformers rejects.
     """
@@ -99,28 +91,13 @@ def read_config(directory: Path) -> PretrainedConfig:
             # Only what the file states, because the class of the whole config has defaults of its
             # own.
             stated = read_json(path)
-            for name in stated.keys() & {"architectures", "tie_word_embeddings"}:
+            names = {"architectures", "tie_word_embeddings", "quantization_config"}
+            for name in stated.keys() & names:
                 setattr(text_config, name, stated[name])
             text_config.dtype = text_config.dtype or config.dtype
             outer_ids = _list_ids(getattr(config, "eos_token_id", None))
             text_config.eos_token_id = outer_ids + _list_ids(text_config.eos_token_id)
-    for source, settings in _list_quantization(directory, config, text_config):
-        if settings:
-            text_config.quantization_config = settings
-            text_config.quantization_source = source
-            break
     return text_config
-
-
-def _list_quantization(directory: Path, *configs: PretrainedConfig) -> Iterator[tuple[str, Any]]:
-    """Yield the places where settings of quantization can be, with their contents."""
-    for config in configs:
-        for field in _QUANTIZATION_FIELDS:
-            yield field, getattr(config, field, None)
-    for name, method in _QUANTIZATION_FILES.items():
-        path = directory / name
-        if path.exists():
-            yield name, {"quant_method": method, **read_json(path)}
 
 
 def read_tokenizer(directory: Path) -> PreTrainedTokenizerBase | None:
@@ -138,24 +115,21 @@ def read_tokenizer(directory: Path) -> PreTrainedTokenizerBase | None:
         return AutoTokenizer.from_pretrained(directory, **LOCAL)
 
 
-def _read_generation_config(directory: Path) -> dict[str, Any]:
-    path = directory / _GENERATION_CONFIG
-    return read_json(path) if path.exists() else {}
-
-
 def choose_dtype(config: Config, hf_config: PretrainedConfig, directory: Path) -> torch.dtype:
-    """Return the dtype of `config`, or else of config.json, or else of the first floats stored."""
+    """Return the dtype of `config`, or else of config.json, or else of the stored embedding."""
     if config.dtype != "auto":
         return getattr(torch, config.dtype)
     if isinstance(hf_config.dtype, torch.dtype):
         return hf_config.dtype
     files = open_weights(directory, config.load_format)
-    stored = None if files is None else files.find_stored_dtype()
-    return stored or torch.float32
+    return torch.float32 if files is None else files.find_stored_dtype()
 
 
 def read_eos_token_ids(
-    directory: Path, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None
+    directory: Path,
+    generation_config: dict[str, Any],
+    config: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
 ) -> frozenset[int]:
     """Return every EOS id of generation_config.json, config.json and the tokenizer.
 
@@ -166,7 +140,7 @@ def read_eos_token_ids(
     it.
     """
     given = {
-        _GENERATION_CONFIG: _read_generation_config(directory).get("eos_token_id"),
+        "generation_config.json": generation_config.get("eos_token_id"),
         "config.json": config.eos_token_id,
         "tokenizer_config.json": None if tokenizer is None else tokenizer.eos_token_id,
     }
@@ -184,15 +158,12 @@ def _list_ids(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def read_generation_defaults(directory: Path) -> dict[str, Any]:
+def find_generation_defaults(generation_config: dict[str, Any]) -> dict[str, Any]:
     """Return the sampling parameters that generation_config.json sets, by their names here.
 
     As in vLLM, null means unset and do_sample is ignored. In transformers a missing do_sample means
     greedy, so obeying it would make most base models greedy, which users of vLLM do not expect.
-
-    The values are not checked. Raises ValueError if the file contains no JSON object.
+    The values are not checked.
     """
-    content = _read_generation_config(directory)
-    content["max_tokens"] = content.get("max_new_tokens")
-    given = {name: content.get(name) for name in _SAMPLING_FIELDS}
-    return {name: value for name, value in given.items() if value is not None}
+    content = {**generation_config, "max_tokens": generation_config.get("max_new_tokens")}
+    return {name: content[name] for name in _SAMPLING_FIELDS if content.get(name) is not None}

@@ -12,10 +12,10 @@ from transformers import PretrainedConfig
 
 from nanovllm.checkpoints.formats import (
     AWQ,
+    COMPRESSED,
     FP8,
     FP8_BLOCK,
     GPTQ,
-    CompressedTensors,
     Format,
     PackedFormat,
 )
@@ -48,13 +48,12 @@ _OPTIONS = {
 def read_quantization(config: PretrainedConfig, option: str | None) -> Quantization:
     """Read the quantization_config of a config from `read_config`.
 
-    Raises ValueError that names an unsupported format or value, and where it is set.
+    Raises ValueError that names an unsupported format or value.
     """
     settings = getattr(config, "quantization_config", None)
     if not settings:
         return _OPTIONS[option]
-    source = getattr(config, "quantization_source", "quantization_config")
-    with naming(source, Exception):  # an invalid value can raise anything
+    with naming("quantization_config", Exception):  # an invalid value can raise anything
         settings = dict(settings)
         method = check_choice("quant_method", settings.get("quant_method"), tuple(_READERS))
         return replace(_OPTIONS[option], format=_READERS[method](settings))
@@ -78,23 +77,19 @@ def _read_gptq(settings: Settings) -> Format:
 
 
 def _read_awq(settings: Settings) -> Format:
-    # quant_config.json of AutoAWQ has other names.
-    given = {"bits": settings.get("w_bit"), "group_size": settings.get("q_group_size")}
-    settings = {**given, **settings}
-    check_supported(settings, version=(None, "gemm", "GEMM"), bits=(4,))
-    is_symmetric = not settings.get("zero_point", True)
-    return _make_packed(AWQ, settings["bits"], settings["group_size"], is_symmetric)
+    check_supported(settings, version=(None, "gemm"), bits=(4,), zero_point=(None, True))
+    return _make_packed(AWQ, settings["bits"], settings.get("group_size"), is_symmetric=False)
 
 
 def _read_compressed(settings: Settings) -> Format:
     check_supported(settings, format=("pack-quantized",), transform_config=(None, {}))
     check_supported(settings.get("sparsity_config") or {}, format=(None, "dense"))
-    named_groups = settings.get("config_groups") or {}
-    groups = list(named_groups.values())
+    groups = settings.get("config_groups") or {}
     if len(groups) != 1:
-        raise ValueError(f"config_groups must have one group, not {', '.join(named_groups) or 0}")
-    check_supported(groups[0], input_activations=(None,), output_activations=(None,))
-    weights = groups[0].get("weights") or {}
+        raise ValueError(f"config_groups must have one group, not {', '.join(groups) or 0}")
+    (group,) = groups.values()
+    check_supported(group, input_activations=(None,), output_activations=(None,))
+    weights = group.get("weights") or {}
     check_supported(
         weights,
         type=(None, "int"),
@@ -103,7 +98,7 @@ def _read_compressed(settings: Settings) -> Format:
     )
     is_symmetric = weights.get("symmetric", True)
     group_size = weights.get("group_size") or -1
-    return _make_packed(CompressedTensors, weights.get("num_bits"), group_size, is_symmetric)
+    return _make_packed(COMPRESSED, weights.get("num_bits"), group_size, is_symmetric)
 
 
 def _read_fp8(settings: Settings) -> Format:
@@ -121,7 +116,7 @@ _READERS = {
 
 
 def _make_packed(
-    kind: type[PackedFormat],
+    tensors: dict[str, Any],
     bits: Any,
     group_size: object,
     is_symmetric: bool,
@@ -131,7 +126,8 @@ def _make_packed(
     size = max(0, check_int("group_size", group_size, minimum=-1))
     if size % 32 != 0:
         raise ValueError(f"group_size={size} must be -1 or a multiple of 32")
-    return kind(
+    return PackedFormat(
+        **tensors,
         scheme=Scheme(bits, gcd(size, 128)),  # groups of up to 128, as kernels take them
         bits=bits,
         group_size=size,

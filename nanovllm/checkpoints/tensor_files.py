@@ -5,10 +5,9 @@ memory, so a tensor takes memory only while it is read. Of a float weight, a ran
 shard. Codes are read whole.
 """
 
-import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,23 @@ from nanovllm.utils.helpers import read_json
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 INDEX = "model.safetensors.index.json"
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+# Parts of the names in "model.decoder.", those of OPT, whose structure is that of other decoders.
+_RENAMED = {
+    "decoder.final_layer_norm.": "decoder.norm.",
+    ".final_layer_norm.": ".post_attention_layernorm.",
+    ".self_attn_layer_norm.": ".input_layernorm.",
+    ".self_attn.out_proj.": ".self_attn.o_proj.",
+    ".fc": ".mlp.fc",
+}
 _DAMAGED = (SafetensorError, OSError)  # what safe_open raises
 
 
 class TensorFiles:
     """Maps the names of tensors to their files.
 
-    Raises ValueError if there are no files, if the index is damaged or does not match, or if two
-    files have the same tensor.
+    Raises ValueError if there are no files, if one is damaged, or if two have the same tensor.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -36,25 +44,18 @@ class TensorFiles:
         self._files: dict[Path, safe_open] = {}
         self._stored: dict[str, tuple[Path, str]] = {}  # file, and the name in it
         self._opened: set[str] = set()
-        repeated: list[str] = []
         for path, listed in list_files(directory).items():
             with naming(path, *_DAMAGED):
                 self._files[path] = safe_open(path, framework="pt")
-            names = self._files[path].keys()
-            missing = sorted((listed or set()).difference(names))
-            if missing:
-                problem = summarize(f"missing tensors, which {INDEX} lists", missing)
-                raise ValueError(f"{path}: {problem}")
-            for stored_name in names:
+            for stored_name in self._files[path].keys():
                 if listed is not None and stored_name not in listed:
                     continue
                 name = _normalize(stored_name)
                 if name in self._stored:
-                    repeated.append(f"{self.locate(name)} and {stored_name} in {path.name}")
+                    raise ValueError(
+                        f"{path}: {stored_name} repeats {self.locate(name)}: remove one of them"
+                    )
                 self._stored[name] = (path, stored_name)
-        if repeated:
-            problem = summarize("repeated tensors", repeated)
-            raise ValueError(f"the checkpoint in {directory} is ambiguous: {problem}")
 
     def __contains__(self, name: str) -> bool:
         return name in self._stored
@@ -68,19 +69,13 @@ class TensorFiles:
         path, stored_name = self._stored[name]
         return f"{stored_name} in {path.name}"
 
-    def find_stored_dtype(self) -> torch.dtype | None:
-        """Return the dtype of the first tensor that stores floats of 16 or 32 bits.
+    def find_stored_dtype(self) -> torch.dtype:
+        """Return the dtype of the embedding, or of the output head if that is stored in its place.
 
-        Embeddings come first, because Qwen3.5 stores a few small tensors in float32, and all others
-        in 16 bits.
+        Qwen3.5 stores a few small tensors in float32, and all others in 16 bits.
         """
-        names = sorted(self._stored, key=lambda name: not name.endswith("embed_tokens.weight"))
-        for path, stored_name in [self._stored[name] for name in names]:
-            with naming(path, *_DAMAGED):
-                dtype = self._files[path].get_slice(stored_name).get_dtype()
-            if dtype in FLOATS:
-                return FLOATS[dtype]
-        return None
+        name = EMBEDDING if EMBEDDING in self else HEAD
+        return FLOATS[self.open(name).get_dtype()]
 
     def read(
         self, name: str, shape: list[int] | None = None, dtypes: Iterable[str] = FLOATS
@@ -128,8 +123,11 @@ def _normalize(stored_name: str) -> str:
     name = stored_name.removeprefix("language_model.")
     if not name.startswith(("model.", "lm_head.", "mtp.")):
         name = f"model.{name}"
+    if name.startswith("model.decoder."):
+        for old, new in _RENAMED.items():
+            name = name.replace(old, new)
     name = re.sub(r"^model\.(language_model|decoder)\.", "model.", name)
-    return re.sub(r"(\.experts\.(?:gate_up|down)_proj)(_scale_inv)?$", r"\1.weight\2", name)
+    return re.sub(r"(\.experts\.(?:gate_up|down)_proj)$", r"\1.weight", name)
 
 
 def summarize(title: str, names: list[str]) -> str:
@@ -138,28 +136,16 @@ def summarize(title: str, names: list[str]) -> str:
     return f"{title}: {shown}, ..." if len(names) > 5 else f"{title}: {shown}"
 
 
-def list_files(directory: Path) -> dict[Path, set[str] | None]:
+def list_files(directory: Path) -> Mapping[Path, set[str] | None]:
     """Map each file with weights to the tensors that count in it. None: all of them.
 
-        index                                      files
-        lists files, and all are there             these, with the tensors that it lists
-        lists a missing file, as the result of a   model.safetensors
-        later save as one file
-        lists a missing file, otherwise            an error
-        none                                       model.safetensors, or else its shards, or else
-                                                   all *.safetensors
-
-    save_pretrained removes the shards of an earlier save, but not their index. Raises ValueError
-    that names the index if it is damaged, and if there are no files.
+    An index lists files and their tensors. Without it, the weights are in model.safetensors, or
+    else in its shards, or else in all *.safetensors. Raises ValueError if there are none, or if the
+    index is damaged.
     """
     index = directory / INDEX
     if index.exists():
-        files = _read_index(index)
-        missing = [file.name for file in files if not file.is_file()]
-        if not missing:
-            return files
-        if not (directory / "model.safetensors").is_file():
-            raise ValueError(f"{index} lists {missing[0]!r}, but there is no such file: add it")
+        return _read_index(index)
     for pattern in ("model.safetensors", "model-*.safetensors", "*.safetensors"):
         paths = sorted(directory.glob(pattern))
         if paths:
@@ -170,15 +156,13 @@ def list_files(directory: Path) -> dict[Path, set[str] | None]:
     )
 
 
-def _read_index(path: Path) -> dict[Path, set[str] | None]:
+def _read_index(path: Path) -> dict[Path, set[str]]:
     """Read which tensors the index lists for each file."""
-    weight_map = read_json(path).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
+    weight_map: Any = read_json(path).get("weight_map")
+    is_object = isinstance(weight_map, dict)
+    if not is_object or not all(isinstance(name, str) for name in weight_map.values()):
         raise ValueError(f"{path}: weight_map must be an object that maps tensors to files")
-    files: defaultdict[str, set[str]] = defaultdict(set)
+    files: defaultdict[Path, set[str]] = defaultdict(set)
     for tensor, name in weight_map.items():
-        # A path could lead out of the checkpoint.
-        if not isinstance(name, str) or os.path.basename(name) != name:
-            raise ValueError(f"{path}: the file of {tensor} must be a file's name, not {name!r}")
-        files[name].add(tensor)
-    return {path.parent / name: files[name] for name in sorted(files)}
+        files[path.parent / name].add(tensor)
+    return dict(files)

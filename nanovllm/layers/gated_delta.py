@@ -75,7 +75,7 @@ class GatedDeltaRule(nn.Module):
     A rank has a share of the key heads, and the value heads that belong to them.
     """
 
-    GRAPHS_HAVE_DECODES_ONLY = True  # other steps read lengths on the host
+    SUPPORTS_CUDA_GRAPHS = False  # the lengths of sequences are read on the host
 
     def __init__(
         self, sizes: DeltaSizes, norm_eps: float, dtype: torch.dtype, tp: TensorParallel = ALONE
@@ -119,54 +119,46 @@ class GatedDeltaRule(nn.Module):
         qkv, gate, beta, decay = inputs
         beta = beta.float().sigmoid()
         log_decay = -self.A_log.exp() * F.softplus(decay.float() + self.dt_bias)
-        old_states = states[batch.read_slots]
-        new_states = torch.empty_like(old_states)
+        new_states = states[batch.read_slots]  # a copy
         output = torch.empty_like(gate, dtype=torch.float32)
-        for seqs, tokens in group_sequences(batch):
-            rows = old_states[seqs]
-            shape = (len(rows), -1)
-            computed, new_states[seqs] = self.advance(
-                rows,
-                qkv[tokens].unflatten(0, shape),
-                beta[tokens].unflatten(0, shape),
-                log_decay[tokens].unflatten(0, shape),
-            )
-            output[tokens] = computed.flatten(2).flatten(0, 1)
+        bounds = batch.cu_seqlens_q.tolist()
+        for seq, (start, end) in enumerate(pairwise(bounds)):
+            if start < end:  # padding has no tokens
+                own = slice(start, end)
+                computed, new_states[seq] = self.advance(
+                    new_states[seq], qkv[own], beta[own], log_decay[own]
+                )
+                output[own] = computed.flatten(1)
         states[batch.write_slots] = new_states
         return self.norm_and_gate(output, gate)
 
     def advance(
-        self, states: Tensor, qkv: Tensor, beta: Tensor, log_decay: Tensor
+        self, state: Tensor, qkv: Tensor, beta: Tensor, log_decay: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Compute n tokens of each sequence: qkv is [num_seqs, n, sum(qkv_sizes)], and so on.
+        """Compute the n tokens of a sequence: qkv is [n, sum(qkv_sizes)], and so on.
 
-        Return the outputs [num_seqs, n, num_value_heads, value_dim] and the next states.
+        Return the outputs [n, num_value_heads, value_dim] and the next state.
         """
-        matrices = states[:, : self.matrices_size]
-        matrices = matrices.unflatten(-1, (-1, self.key_dim, self.value_dim))
-        window = states[:, self.matrices_size :].unflatten(-1, (-1, qkv.shape[-1]))
+        matrices = state[: self.matrices_size].view(-1, self.key_dim, self.value_dim)
+        window = state[self.matrices_size :].view(-1, qkv.shape[-1])
         qkv, window = convolve(qkv.float(), window, self.conv_weight.float())
         query, key, value = qkv.split(self.qkv_sizes, dim=-1)
         query = self.normalize(query) * self.key_dim**-0.5
         key = self.normalize(key)
-        value = value.unflatten(-1, (-1, self.value_dim)).transpose(1, 2)
-        beta, log_decay = beta.mT, log_decay.mT  # [num_seqs, num_value_heads, n]
-        inputs = (query, key, value, beta, log_decay)
+        value = value.unflatten(-1, (-1, self.value_dim)).transpose(0, 1)
+        inputs = (query, key, value, beta.T, log_decay.T)  # each [num_value_heads, n, ...]
         outputs: list[Tensor] = []
-        for chunks in zip(*[each.split(CHUNK, dim=2) for each in inputs]):
+        for chunks in zip(*[each.split(CHUNK, dim=1) for each in inputs]):
             output, matrices = apply_delta_rule(matrices, *chunks)
             outputs.append(output)
-        states = torch.cat((matrices.flatten(1), window.flatten(1)), dim=-1)
-        return torch.cat(outputs, dim=2).transpose(1, 2), states
+        state = torch.cat((matrices.flatten(), window.flatten()))
+        return torch.cat(outputs, dim=1).transpose(0, 1), state
 
     def normalize(self, heads: Tensor) -> Tensor:
-        """Turn queries or keys [num_seqs, n, size] into unit vectors, one per value head.
-
-        Return [num_seqs, num_value_heads, n, key_dim].
-        """
-        heads = heads.unflatten(-1, (-1, self.key_dim)).transpose(1, 2)
+        """Turn queries or keys [n, size] into unit vectors [num_value_heads, n, key_dim]."""
+        heads = heads.unflatten(-1, (-1, self.key_dim)).transpose(0, 1)
         heads = heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + 1e-6)
-        return heads.repeat_interleave(self.num_value_heads // self.num_key_heads, dim=1)
+        return heads.repeat_interleave(self.num_value_heads // self.num_key_heads, dim=0)
 
     def norm_and_gate(self, output: Tensor, gate: Tensor) -> Tensor:
         """RMSNorm of each head of `output`, times silu(gate). Rounded once, to the gate's dtype."""
@@ -175,33 +167,15 @@ class GatedDeltaRule(nn.Module):
         return ((heads * self.norm_weight).flatten(1) * F.silu(gate.float())).to(gate.dtype)
 
 
-def group_sequences(batch: Batch) -> Iterator[tuple[slice | Tensor, slice | Tensor]]:
-    """Yield indices of sequences that are computed together, and of their tokens.
-
-    All sequences with one token are a group, and each of the others is one.
-    """
-    if batch.max_seqlen_q == 1:  # reads no values, so CUDA graphs can capture it
-        yield slice(None), slice(None)
-        return
-    query_lens = batch.cu_seqlens_q.diff()
-    decodes = (query_lens == 1).nonzero()[:, 0]
-    if len(decodes) > 0:
-        yield decodes, batch.cu_seqlens_q[decodes]
-    bounds = batch.cu_seqlens_q.tolist()
-    for seq, (start, end) in enumerate(pairwise(bounds)):
-        if end - start > 1:
-            yield slice(seq, seq + 1), slice(start, end)
-
-
 def convolve(x: Tensor, window: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Causal convolution of x [num_seqs, n, size] along n, then SiLU.
+    """Causal convolution of x [n, size] along n, then SiLU.
 
-    `window` has the inputs before x, [num_seqs, conv_size - 1, size]. `weight` is [size, 1,
-    conv_size]. Return the outputs, and the window of the next step.
+    `window` has the inputs before x, [conv_size - 1, size]. `weight` is [size, 1, conv_size].
+    Return the outputs, and the window of the next step.
     """
-    inputs = torch.cat((window, x), dim=1)
-    output = F.conv1d(inputs.mT, weight, groups=len(weight)).mT
-    return F.silu(output), inputs[:, x.shape[1] :]
+    inputs = torch.cat((window, x))
+    output = F.conv1d(inputs.T, weight, groups=len(weight)).T
+    return F.silu(output), inputs[len(x) :]
 
 
 def apply_delta_rule(

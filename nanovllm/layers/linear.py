@@ -48,10 +48,8 @@ class Target:
     def shard(self) -> tuple[slice | int, ...]:
         """The index of this rank's shard in the full tensor."""
         end = self.start + self.destination.shape[self.dim]
-        before: list[slice | int] = [slice(None)] * self.dim
-        if self.index is not None:
-            before.insert(0, self.index)
-        return (*before, slice(self.start, end))
+        matrix = () if self.index is None else (self.index,)
+        return (*matrix, *[slice(None)] * self.dim, slice(self.start, end))
 
 
 class Linear(nn.Module):

@@ -55,9 +55,11 @@ def penalize(logits: Tensor, rows: list[int], seqs: Sequence[Row]) -> Tensor:
         token_ids[index, num_tokens:] = seq.token_ids[0]  # padding, which does not count
         is_generated[index, seq.num_prompt_tokens : num_tokens] = 1.0
         params = seq.params
-        penalties[0, index] = params.presence_penalty
-        penalties[1, index] = params.frequency_penalty
-        penalties[2, index] = params.repetition_penalty
+        penalties[:, index, 0] = (
+            params.presence_penalty,
+            params.frequency_penalty,
+            params.repetition_penalty,
+        )
     device = logits.device
     ids = to_device(token_ids, device)  # [num_seqs, longest]
     row_indices = to_device(np.array(rows), device)[:, None]

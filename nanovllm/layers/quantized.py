@@ -139,10 +139,7 @@ class QuantizedWeight(nn.Module):
         others = list(index) if isinstance(index, tuple) else [index]
         columns = others.pop() if len(others) == self.codes.dim() else slice(None)
         start, end, _ = columns.indices(self.in_features)
-        size = self.scheme.group_size
-        if start % size or (end % size and end < self.in_features):
-            raise ValueError(f"inputs {start} to {end} are not whole groups of {size}")
-        bits = self.scheme.bits
+        bits, size = self.scheme.bits, self.scheme.group_size
         packed = (*others, ..., slice(start * bits // 8, cdiv(end * bits, 8)))
         groups = (*others, ..., slice(start // size, cdiv(end, size)))
         parts = (self.codes[packed], self.scales[groups], self.zeros[groups])

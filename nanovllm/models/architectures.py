@@ -24,49 +24,24 @@ from nanovllm.models.attention_fields import (
 from nanovllm.models.decoder import DecoderSpec
 from nanovllm.models.gemma3 import Gemma3Spec, compute_gemma3
 from nanovllm.models.granite import GraniteSpec
-from nanovllm.models.moe import MoESpec, compute_moe
+from nanovllm.models.moe import MoESpec
 from nanovllm.models.olmo import OlmoSpec
 from nanovllm.models.opt import OPTSpec, compute_opt
-from nanovllm.models.qwen3_5 import (
-    Qwen35MoESpec,
-    Qwen35Spec,
-    compute_qwen3_5,
-    compute_qwen3_5_moe,
-    compute_qwen3_next,
-)
+from nanovllm.models.qwen3_5 import Qwen35MoESpec, Qwen35Spec, compute_qwen3_5
 from nanovllm.models.spec import ModelSpec
-from nanovllm.utils.checks import (
-    check_choice,
-    check_int,
-    check_number,
-    check_supported,
-    naming,
-    show,
-)
+from nanovllm.utils.checks import check_choice, check_int, check_number, check_supported, naming
 
-MAX_LAYERS = 1000  # far above real models
-
-# Fields of specs, with their names in config.json. A field is read if a spec has it and the
+# Fields of specs whose names in config.json are others. A field is read if a spec has it and the
 # class of a config declares it.
 NAMES = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
     "num_layers": "num_hidden_layers",
     "num_heads": "num_attention_heads",
     "num_kv_heads": "num_key_value_heads",
-    "intermediate_size": "intermediate_size",
     "tie_embeddings": "tie_word_embeddings",
     "max_len": "max_position_embeddings",
     "norm_eps": "rms_norm_eps",
     "qkv_bias": "attention_bias",
     "o_bias": "attention_bias",
-    "mlp_bias": "mlp_bias",
-    # experts
-    "num_experts": "num_experts",
-    "num_experts_per_tok": "num_experts_per_tok",
-    "expert_size": "moe_intermediate_size",
-    "shared_size": "shared_expert_intermediate_size",
-    "normalize_weights": "norm_topk_prob",
     # Gated DeltaNet
     "num_key_heads": "linear_num_key_heads",
     "num_value_heads": "linear_num_value_heads",
@@ -75,26 +50,26 @@ NAMES = {
     "conv_size": "linear_conv_kernel_dim",
     # Granite
     "scale": "attention_multiplier",
-    "embedding_multiplier": "embedding_multiplier",
-    "residual_multiplier": "residual_multiplier",
-    "logits_scaling": "logits_scaling",
-    # OPT
-    "embedding_size": "word_embed_proj_dim",
-    "norm_first": "do_layer_norm_before",
-    "norm_has_weights": "layer_norm_elementwise_affine",
-    "bias": "enable_bias",
 }
+# Sizes that the number of ranks must divide, in the specs that have them.
+SHARDED = (
+    "num_heads",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+    "num_key_heads",
+)
 
 
 class Family(NamedTuple):
     """How the config.json of a family becomes a spec.
 
-    A field of the spec is in NAMES, in `fixed`, or in what `compute` returns.
+    A field of the spec is one of config.json, in `fixed`, or in what `compute` returns.
     """
 
     spec: type[ModelSpec]
     fixed: Mapping[str, Any] = {}  # fields that are the same in all models of the family
-    # The other fields, from config.json, the fields of NAMES and `fixed`, and max_model_len.
+    # The other fields, from config.json, the fields so far, and max_model_len.
     compute: Callable[[PretrainedConfig, Fields], Fields] = compute_decoder
     # Fields of config.json that must have one of these values.
     supported: Mapping[str, tuple[object, ...]] = {"hidden_act": ("silu",)}
@@ -115,18 +90,12 @@ _GEMMA3 = Family(
     },
 )
 _QWEN3_5 = Family(Qwen35Spec, _NORMED, compute_qwen3_5)
-_QWEN3_5_MOE = Family(
-    Qwen35MoESpec,
-    {**_NORMED, "normalize_weights": True, "dense_layers": frozenset()},
-    compute_qwen3_5_moe,
-    # config.json has no intermediate_size, because only the shared expert is an ordinary MLP.
-    names={"intermediate_size": "shared_expert_intermediate_size"},
-)
+_QWEN3_5_MOE = Family(Qwen35MoESpec, _NORMED, compute_qwen3_5)
 _QKVZ, _BA = "in_proj_qkvz", "in_proj_ba"
 _QWEN3_NEXT = Family(
     Qwen35MoESpec,
     {**_NORMED, "projections": (_QKVZ, _QKVZ, _BA, _BA), "has_groups": True},
-    compute_qwen3_next,
+    compute_qwen3_5,
 )
 
 ARCHITECTURES = {
@@ -140,8 +109,14 @@ ARCHITECTURES = {
     "Olmo3ForCausalLM": Family(OlmoSpec, compute=compute_by_layer_type),
     "OPTForCausalLM": Family(
         OPTSpec,
-        compute=compute_opt,
-        supported={"activation_function": ("relu",)},
+        {"qkv_bias": True, "o_bias": True},
+        compute_opt,
+        supported={
+            "activation_function": ("relu",),
+            "enable_bias": (True,),
+            "layer_norm_elementwise_affine": (True,),
+            "_remove_final_layer_norm": (False,),
+        },
         names={"intermediate_size": "ffn_dim"},
     ),
     "Phi3ForCausalLM": Family(
@@ -149,7 +124,7 @@ ARCHITECTURES = {
     ),
     "Qwen2ForCausalLM": Family(DecoderSpec, {"qkv_bias": True}),
     "Qwen3ForCausalLM": Family(DecoderSpec, _NORMED),
-    "Qwen3MoeForCausalLM": Family(MoESpec, _NORMED, compute_moe),
+    "Qwen3MoeForCausalLM": Family(MoESpec, _NORMED),
     "Qwen3NextForCausalLM": _QWEN3_NEXT,
     "Qwen3_5ForCausalLM": _QWEN3_5,
     "Qwen3_5ForConditionalGeneration": _QWEN3_5,
@@ -172,7 +147,8 @@ def read_spec(
     """
     path = Path(config.name_or_path or "", "config.json")
     with naming(path, Exception):  # an invalid value can raise anything
-        family = _find_family(next(iter(config.architectures or ()), None))
+        name = next(iter(config.architectures or ()), None)
+        family = ARCHITECTURES[check_choice("architectures[0]", name, tuple(ARCHITECTURES))]
         check_choice("dtype", str(dtype).removeprefix("torch."), DTYPES)
         check_supported(vars(config), **family.supported)
         names = {**NAMES, **family.names}
@@ -184,22 +160,13 @@ def read_spec(
         return spec
 
 
-def _find_family(name: object) -> Family:
-    if isinstance(name, str) and name in ARCHITECTURES:
-        return ARCHITECTURES[name]
-    raise ValueError(
-        f"architectures[0]={show(name)} is not supported: nanovllm/models/README.md lists the"
-        " supported classes"
-    )
-
-
 def _check_ranks(spec: ModelSpec, names: Mapping[str, str], num_ranks: int) -> None:
-    for field in spec.divided_fields:
-        size = getattr(spec, field)
+    for field in SHARDED:
+        size = getattr(spec, field, 0)
         if size % num_ranks != 0:
             raise ValueError(
                 f"tensor_parallel_size={num_ranks} does not divide"
-                f" {names[field]}={size}: use a divisor of it"
+                f" {names.get(field, field)}={size}: use a divisor of it"
             )
     num_kv_heads = spec.num_kv_heads
     if num_kv_heads % num_ranks != 0 and num_ranks % num_kv_heads != 0:
@@ -213,17 +180,16 @@ def _read_fields(
     config: PretrainedConfig, spec: type[ModelSpec], names: Mapping[str, str]
 ) -> dict[str, Any]:
     """Read fields of `spec`. Counts and sizes are positive ints, other numbers are positive."""
-    types = {field.name: field.type for field in fields(spec)}
     found: dict[str, Any] = {}
-    for field, name in names.items():
+    for field in fields(spec):
+        name = names.get(field.name, field.name)
         # transformers ignores what the class of a config does not declare.
-        if field not in types or name not in type(config).__dataclass_fields__:
+        if name not in type(config).__dataclass_fields__:
             continue
         value = getattr(config, name)
-        if types[field] is int:
-            limit = MAX_LAYERS if field == "num_layers" else MAX_SIZE
-            value = check_int(name, value, 1, limit)
-        elif types[field] is float:
+        if field.type is int and field.name != "head_dim":  # which `compute` reads
+            value = check_int(name, value, 1, MAX_SIZE)
+        elif field.type is float:
             value = check_number(name, value, low=0.0, open_low=True)
-        found[field] = value
+        found[field.name] = value
     return found

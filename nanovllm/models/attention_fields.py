@@ -50,6 +50,13 @@ def read_windows(
     is rejected if the config class of transformers does not declare its fields, because
     transformers would ignore it.
     """
+    declared = type(config).__dataclass_fields__
+    for name in ("sliding_window", "layer_types"):
+        if name not in declared and getattr(config, name, None) is not None:
+            raise ValueError(
+                f"{name} is no field of {type(config).__name__}, and transformers would ignore it:"
+                " remove it"
+            )
     window = getattr(config, "sliding_window", None)
     layer_types = getattr(config, "layer_types", None)
     if layer_types is None:  # a window is then that of all layers
@@ -57,17 +64,9 @@ def read_windows(
         layer_types = [default] * config.num_hidden_layers
     for layer_type in layer_types:
         check_choice("layer_types", layer_type, supported)
-    if window is None and "sliding_attention" not in layer_types:
+    is_windowed = "sliding_attention" in layer_types
+    if not is_windowed or check_int("sliding_window", window, 1, MAX_SIZE) >= max_len:
         return (None,) * len(layer_types)
-    if check_int("sliding_window", window, 1, MAX_SIZE) >= max_len:
-        return (None,) * len(layer_types)
-    for name in ("sliding_window", "layer_types"):
-        is_declared = name in type(config).__dataclass_fields__
-        if not is_declared and getattr(config, name, None) is not None:
-            raise ValueError(
-                f"{name} is no field of {type(config).__name__}, and transformers would ignore it:"
-                " remove it"
-            )
     return tuple(window if each == "sliding_attention" else None for each in layer_types)
 
 
@@ -170,11 +169,9 @@ def compute_by_layer_type(config: PretrainedConfig, given: Fields) -> dict[str, 
 def compute_smollm3(config: PretrainedConfig, given: Fields) -> Fields:
     """Compute a second RoPE, which rotates by 0, for layers without positions (NoPE).
 
-    no_rope_layers is 1 for a layer with RoPE. Windows without use_sliding_window are rejected,
-    because only some attention functions of transformers apply them.
+    no_rope_layers is 1 for a layer with RoPE.
     """
-    types = ATTENTION_TYPES if config.use_sliding_window else ("full_attention",)
-    computed = compute_decoder(config, given, types)
+    computed = compute_decoder(config, given)
     (rope,) = computed["ropes"]
     no_rope = RopeSpec((0.0,) * len(rope.inv_freq))
     indices = tuple(0 if has_rope else 1 for has_rope in config.no_rope_layers)

@@ -9,12 +9,13 @@ because only attention distinguishes sequences.
 """
 
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.batch import Batch
-from nanovllm.layers.attention import AttentionShape, Backend
+from nanovllm.layers.attention import Backend
 from nanovllm.layers.embedding import Embedding
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.norm import RMSNorm
@@ -26,47 +27,12 @@ CosSin = tuple[Tensor, Tensor]  # for the positions of all tokens
 CosSins = list[CosSin]  # one for each RoPE of the model
 
 
-@dataclass(frozen=True, kw_only=True)
-class DecoderSpec(ModelSpec):
-    """What distinguishes one decoder of this file from another. architectures.py fills it."""
-
-    norm_eps: float
-    ropes: tuple[RopeSpec, ...]  # distinct ones, whose cos and sin are computed once a step
-    rope_indices: tuple[int, ...]  # for each layer, an index of `ropes`
-    windows: tuple[int | None, ...]  # for each layer, as in AttentionShape
-    scale: float  # factor on the scores of attention
-    qk_norm: bool = False  # RMSNorm over each query and key head
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    # Tensors of the checkpoint. Parts with the same name are consecutive rows of one tensor.
-    qkv_names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
-    gate_up_names: tuple[str, ...] = ("gate_proj", "up_proj")
-
-    def attention_shape(self, layer: int) -> AttentionShape | None:
-        sizes = (self.num_heads, self.num_kv_heads, self.head_dim)
-        return AttentionShape(*sizes, self.scale, self.windows[layer])
-
-    def make_model(self, backend: Backend, tp: TensorParallel = ALONE) -> CausalLM:
-        return self.add_head(Decoder(self, backend, tp), self.hidden_size, tp)
-
-    def make_layer(self, layer: int, backend: Backend, tp: TensorParallel) -> nn.Module:
-        return DecoderLayer(self, layer, backend, tp)
-
-    def make_attention(self, layer: int, backend: Backend, tp: TensorParallel) -> "Attention":
-        return Attention(self, layer, backend, tp)
-
-    def make_mlp(self, layer: int, tp: TensorParallel) -> nn.Module:
-        return MLP(self, tp)
-
-    def make_norm(self, size: int) -> RMSNorm:
-        return RMSNorm(size, self.norm_eps, self.dtype)
-
-
 class Attention(nn.Module):
     NUM_QUERY_PARTS = 1  # vectors per query head in q_proj. Qwen3.5 adds a gate
 
-    def __init__(self, spec: DecoderSpec, layer: int, backend: Backend, tp: TensorParallel) -> None:
+    def __init__(
+        self, spec: "DecoderSpec", layer: int, backend: Backend, tp: TensorParallel
+    ) -> None:
         super().__init__()
         shape = spec.attention_shape(layer)
         assert shape is not None  # because a layer with a recurrent state has no Attention
@@ -129,7 +95,7 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU (Shazeer 2020): down_proj(silu(gate_proj(x)) * up_proj(x))."""
 
-    def __init__(self, spec: DecoderSpec, tp: TensorParallel) -> None:
+    def __init__(self, spec: "DecoderSpec", tp: TensorParallel) -> None:
         super().__init__()
         hidden_size, width = spec.hidden_size, spec.intermediate_size
         parts = [(name, width) for name in spec.gate_up_names]
@@ -142,10 +108,12 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, spec: DecoderSpec, layer: int, backend: Backend, tp: TensorParallel) -> None:
+    def __init__(
+        self, spec: "DecoderSpec", layer: int, backend: Backend, tp: TensorParallel
+    ) -> None:
         super().__init__()
         self.input_layernorm = spec.make_norm(spec.hidden_size)
-        self.self_attn = spec.make_attention(layer, backend, tp)
+        self.self_attn = spec.attention_class(spec, layer, backend, tp)
         self.post_attention_layernorm = spec.make_norm(spec.hidden_size)
         self.mlp = spec.make_mlp(layer, tp)
 
@@ -173,10 +141,9 @@ class DecoderLayers(nn.ModuleList):
 class Decoder(nn.Module):
     """Token ids to hidden states."""
 
-    embedding_scale = 1.0  # factor on embeddings
-
-    def __init__(self, spec: DecoderSpec, backend: Backend, tp: TensorParallel) -> None:
+    def __init__(self, spec: "DecoderSpec", backend: Backend, tp: TensorParallel) -> None:
         super().__init__()
+        self.embedding_scale = spec.embedding_scale
         self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, spec.dtype, tp)
         self.rotaries = nn.ModuleList(map(RotaryEmbedding, spec.ropes))
         self.layers = DecoderLayers(
@@ -184,12 +151,52 @@ class Decoder(nn.Module):
         )
         self.norm = spec.make_norm(spec.hidden_size)
 
-    def embed(self, token_ids: Tensor) -> Tensor:
+    def embed(self, batch: Batch) -> Tensor:
         """Return the input of the first layer, [num_tokens, hidden_size]."""
-        embedded = self.embed_tokens(token_ids)
+        embedded = self.embed_tokens(batch.input_ids)
         return embedded if self.embedding_scale == 1.0 else embedded * self.embedding_scale
 
     def forward(self, batch: Batch, kv_caches: list[Tensor]) -> Tensor:
-        x = self.embed(batch.input_ids)
+        x = self.embed(batch)
         cos_sins = [rotary(batch.positions) for rotary in self.rotaries]
         return self.norm(self.layers(x, cos_sins, kv_caches, batch))  # [num_logits, hidden_size]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderSpec(ModelSpec):
+    """What distinguishes one decoder of this file from another. architectures.py fills it."""
+
+    norm_eps: float
+    ropes: tuple[RopeSpec, ...]  # distinct ones, whose cos and sin are computed once a step
+    rope_indices: tuple[int, ...]  # for each layer, an index of `ropes`
+    qk_norm: bool = False  # RMSNorm over each query and key head
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    # Tensors of the checkpoint. Parts with the same name are consecutive rows of one tensor.
+    qkv_names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    gate_up_names: tuple[str, ...] = ("gate_proj", "up_proj")
+
+    # Classes of the parts. A part that depends on the layer has its class from a method.
+    decoder_class: ClassVar[type[nn.Module]] = Decoder
+    layer_class: ClassVar[type[nn.Module]] = DecoderLayer
+    attention_class = Attention
+    mlp_class: ClassVar[type[nn.Module]] = MLP
+    norm_class = RMSNorm
+
+    @property
+    def embedding_scale(self) -> float:
+        """The factor on embeddings."""
+        return 1.0
+
+    def make_model(self, backend: Backend, tp: TensorParallel = ALONE) -> CausalLM:
+        return self.add_head(self.decoder_class(self, backend, tp), self.hidden_size, tp)
+
+    def make_layer(self, layer: int, backend: Backend, tp: TensorParallel) -> nn.Module:
+        return self.layer_class(self, layer, backend, tp)
+
+    def make_mlp(self, layer: int, tp: TensorParallel) -> nn.Module:
+        return self.mlp_class(self, tp)
+
+    def make_norm(self, size: int) -> Any:
+        return self.norm_class(size, self.norm_eps, self.dtype)

@@ -12,34 +12,16 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PretrainedConfig
 
 from nanovllm.batch import Batch
 from nanovllm.layers.attention import Backend
-from nanovllm.layers.norm import RMSNorm, ZeroCenteredRMSNorm
-from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
+from nanovllm.layers.norm import ZeroCenteredRMSNorm
+from nanovllm.layers.tensor_parallel import TensorParallel
 from nanovllm.models.attention_fields import Fields, compute_by_layer_type
-from nanovllm.models.decoder import MLP, CosSins, Decoder, DecoderSpec
-from nanovllm.models.spec import CausalLM
+from nanovllm.models.decoder import MLP, CosSins, DecoderLayer, DecoderSpec
 from nanovllm.utils.checks import check_number
-
-
-@dataclass(frozen=True, kw_only=True)
-class Gemma3Spec(DecoderSpec):
-    """A decoder with the layers of this file."""
-
-    def make_model(self, backend: Backend, tp: TensorParallel = ALONE) -> CausalLM:
-        return self.add_head(Gemma3Decoder(self, backend, tp), self.hidden_size, tp)
-
-    def make_layer(self, layer: int, backend: Backend, tp: TensorParallel) -> nn.Module:
-        return Gemma3Layer(self, layer, backend, tp)
-
-    def make_mlp(self, layer: int, tp: TensorParallel) -> nn.Module:
-        return GeluMLP(self, tp)
-
-    def make_norm(self, size: int) -> RMSNorm:
-        return ZeroCenteredRMSNorm(size, self.norm_eps, self.dtype)
 
 
 class GeluMLP(MLP):
@@ -50,16 +32,12 @@ class GeluMLP(MLP):
         return self.down_proj(F.gelu(gate, approximate="tanh") * up)
 
 
-class Gemma3Layer(nn.Module):
+class Gemma3Layer(DecoderLayer):
     """Unlike in a DecoderLayer, post_attention_layernorm normalizes the output of attention."""
 
-    def __init__(self, spec: Gemma3Spec, layer: int, backend: Backend, tp: TensorParallel) -> None:
-        super().__init__()
-        self.input_layernorm = spec.make_norm(spec.hidden_size)
-        self.self_attn = spec.make_attention(layer, backend, tp)
-        self.post_attention_layernorm = spec.make_norm(spec.hidden_size)
+    def __init__(self, spec: DecoderSpec, layer: int, backend: Backend, tp: TensorParallel) -> None:
+        super().__init__(spec, layer, backend, tp)
         self.pre_feedforward_layernorm = spec.make_norm(spec.hidden_size)
-        self.mlp = spec.make_mlp(layer, tp)
         self.post_feedforward_layernorm = spec.make_norm(spec.hidden_size)
 
     def forward(self, x: Tensor, cos_sins: CosSins, kv_cache: Tensor, batch: Batch) -> Tensor:
@@ -69,19 +47,25 @@ class Gemma3Layer(nn.Module):
         return x + self.post_feedforward_layernorm(expanded)
 
 
-class Gemma3Decoder(Decoder):
-    """Scales the embeddings, but not the output head, which shares their matrix."""
+@dataclass(frozen=True, kw_only=True)
+class Gemma3Spec(DecoderSpec):
+    """Embeddings are scaled, but not the output head, which shares their matrix."""
 
-    def __init__(self, spec: Gemma3Spec, backend: Backend, tp: TensorParallel) -> None:
-        super().__init__(spec, backend, tp)
-        # The models were trained with a root that is rounded to their dtype. In bfloat16, the 1B
-        # model has 34 in place of 33.94. The root is computed on the CPU, because models are made
-        # on the device "meta", which has no numbers.
-        root = torch.tensor(spec.hidden_size**0.5, dtype=spec.dtype, device="cpu")
-        self.embedding_scale = root.item()
+    layer_class = Gemma3Layer
+    mlp_class = GeluMLP
+    norm_class = ZeroCenteredRMSNorm
+
+    @property
+    def embedding_scale(self) -> float:
+        """The root of the hidden size, rounded to the model's dtype, as in training.
+
+        In bfloat16, the 1B model has 34 in place of 33.94.
+        """
+        # On the CPU, because models are made on the device "meta", which has no numbers.
+        return torch.tensor(self.hidden_size**0.5, dtype=self.dtype, device="cpu").item()
 
 
 def compute_gemma3(config: PretrainedConfig, given: Fields) -> Fields:
-    scalar = config.query_pre_attn_scalar
-    check_number("query_pre_attn_scalar", scalar, low=0.0, open_low=True)
+    name = "query_pre_attn_scalar"
+    scalar = check_number(name, config.query_pre_attn_scalar, low=0.0, open_low=True)
     return {**compute_by_layer_type(config, given), "scale": scalar**-0.5}

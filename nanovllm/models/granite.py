@@ -22,9 +22,18 @@ from torch import Tensor
 from nanovllm.batch import Batch
 from nanovllm.layers.attention import Backend
 from nanovllm.layers.norm import RMSNorm
-from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
+from nanovllm.layers.tensor_parallel import TensorParallel
 from nanovllm.models.decoder import Decoder, DecoderSpec
-from nanovllm.models.spec import CausalLM
+
+
+class GraniteDecoder(Decoder):
+    def __init__(self, spec: "GraniteSpec", backend: Backend, tp: TensorParallel) -> None:
+        super().__init__(spec, backend, tp)
+        self.logits_scaling = spec.logits_scaling
+
+    def forward(self, batch: Batch, kv_caches: list[Tensor]) -> Tensor:
+        """Divide the hidden states, which divides the logits."""
+        return super().forward(batch, kv_caches) / self.logits_scaling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,19 +44,11 @@ class GraniteSpec(DecoderSpec):
     residual_multiplier: float
     logits_scaling: float
 
-    def make_model(self, backend: Backend, tp: TensorParallel = ALONE) -> CausalLM:
-        return self.add_head(GraniteDecoder(self, backend, tp), self.hidden_size, tp)
+    decoder_class = GraniteDecoder
+
+    @property
+    def embedding_scale(self) -> float:
+        return self.embedding_multiplier / self.residual_multiplier
 
     def make_norm(self, size: int) -> RMSNorm:
         return RMSNorm(size, self.norm_eps / self.residual_multiplier**2, self.dtype)
-
-
-class GraniteDecoder(Decoder):
-    def __init__(self, spec: GraniteSpec, backend: Backend, tp: TensorParallel) -> None:
-        super().__init__(spec, backend, tp)
-        self.embedding_scale = spec.embedding_multiplier / spec.residual_multiplier
-        self.logits_scaling = spec.logits_scaling
-
-    def forward(self, batch: Batch, kv_caches: list[Tensor]) -> Tensor:
-        """Divide the hidden states, which divides the logits."""
-        return super().forward(batch, kv_caches) / self.logits_scaling

@@ -12,46 +12,42 @@ they have the same x.
 References: Shazeer et al. 2017 (sparsely gated mixture of experts); Qwen3 Technical Report, 2025.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PretrainedConfig
 
-from nanovllm.config import MAX_SIZE
 from nanovllm.layers.linear import ColumnParallelLinear, Target
 from nanovllm.layers.quantized import multiply
 from nanovllm.layers.tensor_parallel import TensorParallel
-from nanovllm.models.attention_fields import Fields, compute_decoder
 from nanovllm.models.decoder import MLP, DecoderSpec
 from nanovllm.utils.checks import check_int
 
 
 @dataclass(frozen=True, kw_only=True)
 class MoESpec(DecoderSpec):
-    """A decoder with experts in all layers but `dense_layers`, which have an ordinary MLP."""
+    """A decoder with experts in place of MLPs. The fields are named as in config.json."""
 
     num_experts: int
     num_experts_per_tok: int
-    expert_size: int  # intermediate size of an expert
-    normalize_weights: bool  # so that the weights of a token's experts sum to 1
-    dense_layers: frozenset[int]
-    shared_size: int = 0  # intermediate size of a shared expert. 0: there is none
+    moe_intermediate_size: int  # of an expert
+    shared_expert_intermediate_size: int = 0  # 0: there is no shared expert
+    norm_topk_prob: bool = True  # so that the weights of a token's experts sum to 1
+    # Each decoder_sparse_step-th layer has experts, except those in mlp_only_layers. All others
+    # have an ordinary MLP.
+    decoder_sparse_step: int = 1
+    mlp_only_layers: Sequence[int] = ()
 
-    @property
-    def divided_fields(self) -> tuple[str, ...]:
-        sizes = ("expert_size", "shared_size")
-        if self.dense_layers:
-            return *super().divided_fields, *sizes
-        return "num_heads", *sizes
+    def __post_init__(self) -> None:
+        check_int("num_experts_per_tok", self.num_experts_per_tok, 1, self.num_experts)
 
     def make_mlp(self, layer: int, tp: TensorParallel) -> nn.Module:
-        if layer in self.dense_layers:
+        if (layer + 1) % self.decoder_sparse_step != 0 or layer in self.mlp_only_layers:
             return MLP(self, tp)
-        return SharedExpertMoE(self, tp) if self.shared_size else MoE(self, tp)
+        return SharedExpertMoE(self, tp) if self.shared_expert_intermediate_size else MoE(self, tp)
 
 
 class Experts(nn.Module):
@@ -67,7 +63,7 @@ class Experts(nn.Module):
         super().__init__()
         self.tp = tp
         self.is_stacked = False  # in the checkpoint, too, where gate_proj comes before up_proj
-        size = spec.expert_size // tp.size
+        size = spec.moe_intermediate_size // tp.size
         gate_up_shape = (spec.num_experts, 2 * size, spec.hidden_size)
         down_shape = (spec.num_experts, spec.hidden_size, size)
         self.gate_up_proj = nn.Parameter(torch.empty(gate_up_shape, dtype=spec.dtype))
@@ -119,7 +115,7 @@ class MoE(nn.Module):
         super().__init__()
         self.tp = tp
         self.num_experts_per_tok = spec.num_experts_per_tok
-        self.normalize_weights = spec.normalize_weights
+        self.normalize_weights = spec.norm_topk_prob
         # The router. Without `tp` it is replicated on every rank.
         parts = [("gate", spec.num_experts)]
         self.gate = ColumnParallelLinear(spec.hidden_size, parts, False, spec.dtype)
@@ -144,7 +140,8 @@ class SharedExpertMoE(MoE):
         super().__init__(spec, tp)
         # Without a group it does not add up the ranks' shares, because `forward` does.
         tp = replace(tp, group=None, host_group=None)
-        self.shared_expert = MLP(replace(spec, intermediate_size=spec.shared_size), tp)
+        size = spec.shared_expert_intermediate_size
+        self.shared_expert = MLP(replace(spec, intermediate_size=size), tp)
         parts = [("shared_expert_gate", 1)]  # replicated, like the router
         self.shared_expert_gate = ColumnParallelLinear(spec.hidden_size, parts, False, spec.dtype)
 
@@ -155,23 +152,3 @@ class SharedExpertMoE(MoE):
     def add_shared(self, routed: Tensor, shared: Tensor, gate: Tensor) -> Tensor:
         """Add sigmoid(gate) * shared, where `gate` is [num_tokens, 1], to the other outputs."""
         return (routed + gate.float().sigmoid() * shared).to(routed.dtype)
-
-
-def compute_moe(config: PretrainedConfig, given: Fields) -> Fields:
-    dense_layers = find_dense_layers(config, given)
-    check_experts(given)
-    return {**compute_decoder(config, given), "dense_layers": dense_layers}
-
-
-def find_dense_layers(config: PretrainedConfig, given: Fields) -> frozenset[int]:
-    sparse_step = check_int("decoder_sparse_step", config.decoder_sparse_step, 1, MAX_SIZE)
-    return frozenset(
-        layer
-        for layer in range(given["num_layers"])
-        if (layer + 1) % sparse_step != 0 or layer in config.mlp_only_layers
-    )
-
-
-def check_experts(given: Fields) -> None:
-    num_chosen = given["num_experts_per_tok"]
-    check_int("num_experts_per_tok", num_chosen, 1, given["num_experts"])

@@ -23,20 +23,6 @@ from nanovllm.layers.tensor_parallel import TensorParallel
 from nanovllm.models.decoder import Attention, CosSin, CosSins, DecoderSpec
 
 
-@dataclass(frozen=True, kw_only=True)
-class OlmoSpec(DecoderSpec):
-    """A decoder with the layers of this file."""
-
-    def make_layer(self, layer: int, backend: Backend, tp: TensorParallel) -> nn.Module:
-        return OlmoLayer(self, layer, backend, tp)
-
-    def make_attention(self, layer: int, backend: Backend, tp: TensorParallel) -> Attention:
-        return OlmoAttention(self, layer, backend, tp)
-
-    def make_norm(self, size: int) -> RMSNorm:
-        return OlmoNorm(size, self.norm_eps, self.dtype)
-
-
 class OlmoNorm(RMSNorm):
     """Unlike a RMSNorm, rounds once, after the product with the weight."""
 
@@ -47,7 +33,7 @@ class OlmoNorm(RMSNorm):
 class HeadsNorm(OlmoNorm):
     """A norm over all heads together, which are sharded over the ranks."""
 
-    def __init__(self, spec: OlmoSpec, num_heads: int, tp: TensorParallel) -> None:
+    def __init__(self, spec: DecoderSpec, num_heads: int, tp: TensorParallel) -> None:
         full_size = num_heads * spec.head_dim
         shard_size, self.start = tp.divide(full_size, spec.head_dim)
         super().__init__(shard_size, spec.norm_eps, spec.dtype)
@@ -65,7 +51,7 @@ class HeadsNorm(OlmoNorm):
 
 
 class OlmoAttention(Attention):
-    def __init__(self, spec: OlmoSpec, layer: int, backend: Backend, tp: TensorParallel) -> None:
+    def __init__(self, spec: DecoderSpec, layer: int, backend: Backend, tp: TensorParallel) -> None:
         super().__init__(spec, layer, backend, tp)
         self.q_norm = HeadsNorm(spec, spec.num_heads, tp)
         self.k_norm = HeadsNorm(spec, spec.num_kv_heads, tp)
@@ -76,9 +62,9 @@ class OlmoAttention(Attention):
 
 
 class OlmoLayer(nn.Module):
-    def __init__(self, spec: OlmoSpec, layer: int, backend: Backend, tp: TensorParallel) -> None:
+    def __init__(self, spec: DecoderSpec, layer: int, backend: Backend, tp: TensorParallel) -> None:
         super().__init__()
-        self.self_attn = spec.make_attention(layer, backend, tp)
+        self.self_attn = spec.attention_class(spec, layer, backend, tp)
         self.post_attention_layernorm = spec.make_norm(spec.hidden_size)
         self.mlp = spec.make_mlp(layer, tp)
         self.post_feedforward_layernorm = spec.make_norm(spec.hidden_size)
@@ -86,3 +72,12 @@ class OlmoLayer(nn.Module):
     def forward(self, x: Tensor, cos_sins: CosSins, kv_cache: Tensor, batch: Batch) -> Tensor:
         x = x + self.post_attention_layernorm(self.self_attn(x, cos_sins, kv_cache, batch))
         return x + self.post_feedforward_layernorm(self.mlp(x))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OlmoSpec(DecoderSpec):
+    """A decoder with the layers of this file."""
+
+    layer_class = OlmoLayer
+    attention_class = OlmoAttention
+    norm_class = OlmoNorm

@@ -5,11 +5,13 @@
     pre-norm:           x + attention(norm(x)), then x + mlp(norm(x))
     post-norm (350m):   norm(x + attention(x)), then norm(x + mlp(x))
 
-Modules are named as in Hugging Face checkpoints, without "decoder.". Shapes are those of one rank.
-Position embeddings, norms, project_in and project_out are replicated on every rank.
+The structure is that of decoder.py, with learned positions in place of a RoPE, which rotates by 0
+here. checkpoints/tensor_files.py gives the tensors the names of the other decoders. Position
+embeddings, norms, project_in and project_out are replicated on every rank.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -19,102 +21,87 @@ from nanovllm.batch import Batch
 from nanovllm.layers.attention import Backend
 from nanovllm.layers.embedding import Embedding
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
+from nanovllm.layers.rotary import RopeSpec
 from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
 from nanovllm.models.attention_fields import Fields, check_multiple
-from nanovllm.models.spec import CausalLM, ModelSpec
+from nanovllm.models.decoder import CosSins, Decoder, DecoderLayer, DecoderSpec
+from nanovllm.models.spec import CausalLM
 
 _FIRST_POSITION = 2  # the rows before it are for padding, which does not occur here
 
 
-@dataclass(frozen=True, kw_only=True)
-class OPTSpec(ModelSpec):
-    """What distinguishes one OPT from another. models/architectures.py reads it."""
-
-    embedding_size: int  # width of the token embeddings and of the output head
-    norm_first: bool
-    final_norm: bool
-    norm_has_weights: bool
-    bias: bool  # for the projections in layers; project_in and project_out have none
-
-    def make_model(self, backend: Backend, tp: TensorParallel = ALONE) -> CausalLM:
-        return self.add_head(OPTDecoder(self, backend, tp), self.embedding_size, tp)
-
-    def make_norm(self) -> nn.LayerNorm:
-        has_weights = self.norm_has_weights
-        return nn.LayerNorm(self.hidden_size, elementwise_affine=has_weights, dtype=self.dtype)
-
-
-class OPTAttention(nn.Module):
-    def __init__(self, spec: OPTSpec, backend: Backend, tp: TensorParallel) -> None:
-        super().__init__()
-        (self.shape,) = spec.attention_shapes  # all layers have the same
-        self.backend = backend
-        size = spec.hidden_size
-        parts = [("q_proj", size), ("k_proj", size), ("v_proj", size)]
-        self.qkv_proj = ColumnParallelLinear(size, parts, spec.bias, spec.dtype, tp)
-        self.out_proj = RowParallelLinear(size, size, spec.bias, spec.dtype, tp)
-
-    def forward(self, x: Tensor, kv_cache: Tensor, batch: Batch) -> Tensor:
-        vectors = self.qkv_proj(x).unflatten(-1, (-1, self.shape.head_dim))
-        query, key, value = vectors.chunk(3, dim=1)  # each [num_tokens, num_heads, head_dim]
-        self.backend.store_kvcache(key, value, kv_cache, batch.slot_mapping)
-        attended = self.backend.attend(query.contiguous(), kv_cache, batch, self.shape)
-        return self.out_proj(attended.flatten(1))
-
-
-class OPTLayer(nn.Module):
-    def __init__(self, spec: OPTSpec, backend: Backend, tp: TensorParallel) -> None:
+class ReluMLP(nn.Module):
+    def __init__(self, spec: DecoderSpec, tp: TensorParallel) -> None:
         super().__init__()
         hidden_size, width = spec.hidden_size, spec.intermediate_size
-        self.norm_first = spec.norm_first
-        self.self_attn = OPTAttention(spec, backend, tp)
-        self.self_attn_layer_norm = spec.make_norm()
-        self.fc1 = ColumnParallelLinear(hidden_size, [("fc1", width)], spec.bias, spec.dtype, tp)
-        self.fc2 = RowParallelLinear(width, hidden_size, spec.bias, spec.dtype, tp)
-        self.final_layer_norm = spec.make_norm()
+        self.fc1 = ColumnParallelLinear(hidden_size, [("fc1", width)], True, spec.dtype, tp)
+        self.fc2 = RowParallelLinear(width, hidden_size, True, spec.dtype, tp)
 
-    def forward(self, x: Tensor, kv_cache: Tensor, batch: Batch) -> Tensor:
-        if self.norm_first:
-            x = x + self.self_attn(self.self_attn_layer_norm(x), kv_cache, batch)
-            return x + self.mlp(self.final_layer_norm(x))
-        x = self.self_attn_layer_norm(x + self.self_attn(x, kv_cache, batch))
-        return self.final_layer_norm(x + self.mlp(x))
-
-    def mlp(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self.fc2(F.relu(self.fc1(x)))
 
 
-class OPTDecoder(nn.Module):
-    """Token ids to hidden states of embedding_size."""
+class PostNormLayer(DecoderLayer):
+    def forward(self, x: Tensor, cos_sins: CosSins, kv_cache: Tensor, batch: Batch) -> Tensor:
+        x = self.input_layernorm(x + self.self_attn(x, cos_sins, kv_cache, batch))
+        return self.post_attention_layernorm(x + self.mlp(x))
 
-    def __init__(self, spec: OPTSpec, backend: Backend, tp: TensorParallel) -> None:
-        super().__init__()
-        hidden_size, embedding_size = spec.hidden_size, spec.embedding_size
+
+class OPTDecoder(Decoder):
+    """Token ids to hidden states of the size of the embeddings."""
+
+    def __init__(self, spec: "OPTSpec", backend: Backend, tp: TensorParallel) -> None:
+        super().__init__(spec, backend, tp)
+        hidden_size, embedding_size = spec.hidden_size, spec.word_embed_proj_dim
         num_positions = spec.max_len + _FIRST_POSITION
-        self.embed_tokens = Embedding(spec.vocab_size, embedding_size, spec.dtype, tp)
         self.embed_positions = nn.Embedding(num_positions, hidden_size, dtype=spec.dtype)
         self.project_in: nn.Module = nn.Identity()
         self.project_out: nn.Module = nn.Identity()
         if embedding_size != hidden_size:
+            self.embed_tokens = Embedding(spec.vocab_size, embedding_size, spec.dtype, tp)
             self.project_in = RowParallelLinear(embedding_size, hidden_size, False, spec.dtype)
             self.project_out = RowParallelLinear(hidden_size, embedding_size, False, spec.dtype)
-        self.layers = nn.ModuleList(OPTLayer(spec, backend, tp) for _ in range(spec.num_layers))
-        self.final_layer_norm = spec.make_norm() if spec.final_norm else nn.Identity()
+        if not spec.do_layer_norm_before:
+            self.norm = nn.Identity()
+
+    def embed(self, batch: Batch) -> Tensor:
+        x = self.project_in(super().embed(batch))
+        return x + self.embed_positions(batch.positions + _FIRST_POSITION)
 
     def forward(self, batch: Batch, kv_caches: list[Tensor]) -> Tensor:
-        x = self.project_in(self.embed_tokens(batch.input_ids))  # [num_tokens, hidden_size]
-        x = x + self.embed_positions(batch.positions + _FIRST_POSITION)
-        for layer, kv_cache in zip(self.layers, kv_caches):
-            x = layer(x, kv_cache, batch)
-        x = x.index_select(0, batch.logits_indices)  # [num_logits, hidden_size]
-        return self.project_out(self.final_layer_norm(x))  # [num_logits, embedding_size]
+        return self.project_out(super().forward(batch, kv_caches))  # [num_logits, embedding_size]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OPTSpec(DecoderSpec):
+    """What distinguishes one OPT from another. The fields are named as in config.json."""
+
+    word_embed_proj_dim: int  # width of the token embeddings and of the output head
+    do_layer_norm_before: bool  # the models with pre-norm also have a norm at the end
+
+    mlp_class = ReluMLP
+
+    def make_model(self, backend: Backend, tp: TensorParallel = ALONE) -> CausalLM:
+        return self.add_head(OPTDecoder(self, backend, tp), self.word_embed_proj_dim, tp)
+
+    def make_layer(self, layer: int, backend: Backend, tp: TensorParallel) -> nn.Module:
+        kind = DecoderLayer if self.do_layer_norm_before else PostNormLayer
+        return kind(self, layer, backend, tp)
+
+    def make_norm(self, size: int) -> Any:
+        return nn.LayerNorm(size, self.norm_eps, dtype=self.dtype)
 
 
 def compute_opt(config: PretrainedConfig, given: Fields) -> Fields:
     hidden_size, num_heads = given["hidden_size"], given["num_heads"]
     check_multiple("hidden_size", hidden_size, "num_attention_heads", num_heads)
+    head_dim = hidden_size // num_heads
     return {
         "num_kv_heads": num_heads,
-        "head_dim": hidden_size // num_heads,
-        "final_norm": given["norm_first"] and not config._remove_final_layer_norm,
+        "head_dim": head_dim,
+        "scale": head_dim**-0.5,
+        "windows": (None,) * given["num_layers"],
+        "ropes": (RopeSpec((0.0,) * (head_dim // 2)),),
+        "rope_indices": (0,) * given["num_layers"],
+        "norm_eps": 1e-5,
     }

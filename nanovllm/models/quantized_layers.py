@@ -86,11 +86,9 @@ def quantize_layer(layer: nn.Module, scheme: Scheme) -> None:
 def _check_shards(layer: Any, name: str, scheme: Scheme, tp: TensorParallel) -> None:
     """Raise ValueError if ranks would share a group of inputs."""
     for key, target in layer.targets(name):
-        if target.dim == 1 and tp.size > 1:
-            num_groups, rest = divmod(target.full_shape[-1], scheme.group_size)
-            if rest or num_groups % tp.size:
-                raise ValueError(
-                    f"tensor_parallel_size={tp.size} divides groups of {scheme.group_size} inputs"
-                    f" of {key}, which has {target.full_shape[-1]}: use a divisor of"
-                    f" {1 if rest else num_groups}"
-                )
+        num_inputs = target.full_shape[-1]
+        if target.dim == 1 and tp.size > 1 and num_inputs % (scheme.group_size * tp.size) != 0:
+            raise ValueError(
+                f"tensor_parallel_size={tp.size} divides groups of {scheme.group_size} inputs"
+                f" of {key}, which has {num_inputs}: use fewer ranks"
+            )

@@ -13,6 +13,7 @@ one. Its checkpoints have other names and another order of rows for the projecti
 References: Yang et al. 2024 (Gated DeltaNet); the model cards of Qwen3-Next and Qwen3.5.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -22,47 +23,11 @@ from nanovllm.batch import Batch
 from nanovllm.layers.attention import AttentionShape, Backend
 from nanovllm.layers.gated_delta import DeltaInputs, DeltaSizes, GatedDeltaRule
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
-from nanovllm.layers.norm import RMSNorm, ZeroCenteredRMSNorm
+from nanovllm.layers.norm import ZeroCenteredRMSNorm
 from nanovllm.layers.tensor_parallel import TensorParallel
 from nanovllm.models.attention_fields import Fields, check_multiple, compute_decoder
 from nanovllm.models.decoder import Attention, CosSins, DecoderLayer, DecoderSpec
-from nanovllm.models.moe import MoESpec, check_experts, find_dense_layers
-
-
-@dataclass(frozen=True, kw_only=True)
-class Qwen35Spec(DeltaSizes, DecoderSpec):
-    """A decoder with the sizes of its Gated DeltaNets.
-
-    DeltaSizes comes first, because its state_size replaces that of ModelSpec.
-    """
-
-    attention_layers: frozenset[int]  # all others have a Gated DeltaNet
-    # The tensors of q, k and v, of the gate, of beta and of the decay.
-    projections: tuple[str, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-    has_groups: bool = False  # in these tensors, whether the rows of a key head are adjacent
-
-    @property
-    def divided_fields(self) -> tuple[str, ...]:
-        return *super().divided_fields, "num_key_heads"
-
-    def attention_shape(self, layer: int) -> AttentionShape | None:
-        return super().attention_shape(layer) if layer in self.attention_layers else None
-
-    def make_layer(self, layer: int, backend: Backend, tp: TensorParallel) -> nn.Module:
-        if layer in self.attention_layers:
-            return DecoderLayer(self, layer, backend, tp)
-        return DeltaLayer(self, layer, tp)
-
-    def make_attention(self, layer: int, backend: Backend, tp: TensorParallel) -> Attention:
-        return GatedAttention(self, layer, backend, tp)
-
-    def make_norm(self, size: int) -> RMSNorm:
-        return ZeroCenteredRMSNorm(size, self.norm_eps, self.dtype)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Qwen35MoESpec(Qwen35Spec, MoESpec):
-    """With experts in place of MLPs, in layers with attention and in those with a state."""
+from nanovllm.models.moe import MoESpec
 
 
 class GatedAttention(Attention):
@@ -82,7 +47,7 @@ class GatedAttention(Attention):
 class DeltaLayer(nn.Module):
     """As a DecoderLayer, with a Gated DeltaNet in place of attention and states in place of K/V."""
 
-    def __init__(self, spec: Qwen35Spec, layer: int, tp: TensorParallel) -> None:
+    def __init__(self, spec: "Qwen35Spec", layer: int, tp: TensorParallel) -> None:
         super().__init__()
         self.input_layernorm = spec.make_norm(spec.hidden_size)
         self.linear_attn = GatedDeltaNet(spec, tp)
@@ -95,7 +60,7 @@ class DeltaLayer(nn.Module):
 
 
 class GatedDeltaNet(nn.Module):
-    def __init__(self, spec: Qwen35Spec, tp: TensorParallel) -> None:
+    def __init__(self, spec: "Qwen35Spec", tp: TensorParallel) -> None:
         super().__init__()
         num_heads = spec.num_value_heads
         value_size = num_heads * spec.value_dim
@@ -122,22 +87,41 @@ class GatedDeltaNet(nn.Module):
         return self.out_proj(self.delta_rule(inputs, states, batch))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Qwen35Spec(DeltaSizes, DecoderSpec):
+    """A decoder with the sizes of its Gated DeltaNets.
+
+    DeltaSizes comes first, because its state_size replaces that of ModelSpec.
+    """
+
+    layer_types: Sequence[str]  # "full_attention", or "linear_attention" for a Gated DeltaNet
+    # The tensors of q, k and v, of the gate, of beta and of the decay.
+    projections: tuple[str, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+    has_groups: bool = False  # in these tensors, whether the rows of a key head are adjacent
+
+    attention_class = GatedAttention
+    norm_class = ZeroCenteredRMSNorm
+
+    def attention_shape(self, layer: int) -> AttentionShape | None:
+        has_state = self.layer_types[layer] == "linear_attention"
+        return None if has_state else super().attention_shape(layer)
+
+    def make_layer(self, layer: int, backend: Backend, tp: TensorParallel) -> nn.Module:
+        if self.attention_shape(layer) is None:
+            return DeltaLayer(self, layer, tp)
+        return DecoderLayer(self, layer, backend, tp)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen35MoESpec(Qwen35Spec, MoESpec):
+    """With experts in place of MLPs, in layers with attention and in those with a state."""
+
+
 def compute_qwen3_5(config: PretrainedConfig, given: Fields) -> Fields:
     types = ("linear_attention", "full_attention")
     computed = compute_decoder(config, given, types, allow_partial_rope=True)
-    layers = [i for i, kind in enumerate(config.layer_types) if kind == "full_attention"]
-    if not layers:
+    if "full_attention" not in config.layer_types:
         raise ValueError("layer_types without full_attention are not supported")
     num_value_heads, num_key_heads = given["num_value_heads"], given["num_key_heads"]
     check_multiple("linear_num_value_heads", num_value_heads, "linear_num_key_heads", num_key_heads)
-    return {**computed, "attention_layers": frozenset(layers)}
-
-
-def compute_qwen3_5_moe(config: PretrainedConfig, given: Fields) -> Fields:
-    check_experts(given)
-    return compute_qwen3_5(config, given)
-
-
-def compute_qwen3_next(config: PretrainedConfig, given: Fields) -> Fields:
-    dense_layers = find_dense_layers(config, given)
-    return {**compute_qwen3_5_moe(config, given), "dense_layers": dense_layers}
+    return computed

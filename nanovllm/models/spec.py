@@ -45,16 +45,13 @@ class ModelSpec:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    intermediate_size: int  # width of the MLPs
+    scale: float  # factor on the scores of attention
+    windows: tuple[int | None, ...]  # for each layer, as in AttentionShape
+    intermediate_size: int = 0  # width of the MLPs, if there are any
     tie_embeddings: bool  # the embedding is the output head, too
     max_len: int  # maximum number of positions, with RoPE scaling
     dtype: torch.dtype
     quantization: Quantization = NOT_QUANTIZED
-
-    @property
-    def divided_fields(self) -> tuple[str, ...]:
-        """Fields of sizes that the number of ranks must divide."""
-        return "num_heads", "intermediate_size"
 
     @property
     def state_size(self) -> int:
@@ -63,8 +60,8 @@ class ModelSpec:
 
     def attention_shape(self, layer: int) -> AttentionShape | None:
         """Return the attention of a layer, or None if it keeps a recurrent state and no K/V."""
-        scale = self.head_dim**-0.5
-        return AttentionShape(self.num_heads, self.num_kv_heads, self.head_dim, scale)
+        sizes = (self.num_heads, self.num_kv_heads, self.head_dim)
+        return AttentionShape(*sizes, self.scale, self.windows[layer])
 
     @property
     def attention_shapes(self) -> list[AttentionShape]:

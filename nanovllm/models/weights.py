@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.checkpoints.formats import Format
-from nanovllm.checkpoints.tensor_files import TensorFiles, summarize
+from nanovllm.checkpoints.tensor_files import EMBEDDING, HEAD, TensorFiles, summarize
 from nanovllm.layers.attention import Backend
 from nanovllm.layers.linear import Target
 from nanovllm.layers.tensor_parallel import TensorParallel
@@ -22,17 +22,8 @@ from nanovllm.models.moe import Experts
 from nanovllm.models.quantized_layers import quantize_layers
 from nanovllm.models.spec import CausalLM, ModelSpec
 
-_HEAD = "lm_head.weight"
 _SKIPPED_PARTS = ("model.visual.", "model.vision_tower.", "model.multi_modal_projector.", "mtp.")
-# Dummy weights repeat after this many, because torch takes five seconds to draw a billion, with any
-# number of threads. This is a prime number, so the rows of a large matrix do not repeat.
-_NUM_DUMMIES = (1 << 22) - 3
-_SKIPPED_ENDS = (
-    "rotary_emb.inv_freq",
-    "rotary_emb.cos_cached",
-    "rotary_emb.sin_cached",
-    "weight_shape",
-)
+_SKIPPED_ENDS = ("rotary_emb.inv_freq", "weight_shape")
 
 
 def make_model(
@@ -74,7 +65,7 @@ def load_checkpoint(model: nn.Module, files: TensorFiles, format: Format | None 
     Raises ValueError if the two do not match or a file is damaged.
     """
     targets = _find_targets(model)
-    if _HEAD in files and _HEAD not in targets:
+    if HEAD in files and HEAD not in targets:
         _resolve_tied_head(files, targets)
     missing: list[str] = []
     for name, parts in targets.items():
@@ -103,16 +94,13 @@ def _resolve_tied_head(files: TensorFiles, targets: dict[str, list[Target]]) -> 
 
     The model has no head of its own, because config.json has tie_word_embeddings=true.
     """
-    embedding = next(name for name in targets if name.endswith("embed_tokens.weight"))
-    if embedding not in files:
-        targets[_HEAD] = targets.pop(embedding)
+    if EMBEDDING not in files:
+        targets[HEAD] = targets.pop(EMBEDDING)
         return
-    (target,) = targets[embedding]
-    head, other = (files.open(name, target.full_shape) for name in (_HEAD, embedding))
-    ours = head[target.shard]
-    if not torch.equal(ours, other[target.shard].to(ours)):  # their dtypes can differ
+    head = files.read(HEAD)
+    if not torch.equal(head, files.read(EMBEDDING).to(head)):  # their dtypes can differ
         raise ValueError(
-            f"{_HEAD} differs from {embedding}, but config.json has tie_word_embeddings=true:"
+            f"{HEAD} differs from {EMBEDDING}, but config.json has tie_word_embeddings=true:"
             " set it to false"
         )
 
@@ -138,15 +126,10 @@ def init_dummy_weights(model: nn.Module, seed: int) -> None:
     """
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed % 2**64)
-    numbers = torch.empty(_NUM_DUMMIES, dtype=torch.float32, device=device)
-    numbers = numbers.normal_(0.0, 0.02, generator=generator).repeat(2)
-    start = 0
     for name, parts in _find_targets(model).items():
         full = parts[0].destination.new_empty(parts[0].full_shape)
         if full.dim() > 1:
-            for chunk in full.view(-1).split(_NUM_DUMMIES):
-                chunk.copy_(numbers[start : start + len(chunk)])
-            start = (start + full.numel()) % _NUM_DUMMIES
+            full.normal_(0.0, 0.02, generator=generator)
         else:
             full.fill_(1.0 if name.endswith("norm.weight") else 0.0)
         for target in parts:

@@ -27,7 +27,6 @@ Tool = JsonObject
 
 NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)  # name of a function
 ROLES = ("system", "developer", "user", "assistant", "tool")
-UNSUPPORTED = ("function_call", "audio")
 
 
 class ChatTemplate:
@@ -84,9 +83,6 @@ def prepare_messages(conversation: Any) -> list[Message]:
     prepared: list[Message] = []
     for name, message in _list_dicts("messages", conversation):
         role = check_choice(f"{name}.role", message.get("role"), ROLES)
-        for field in UNSUPPORTED:
-            if message.get(field) not in (None, []):
-                raise invalid(f"{name}.{field}", "is not supported: leave it out")
         content = message.get("content")
         if role == "assistant" and content in (None, []):
             content = ""
@@ -94,8 +90,6 @@ def prepare_messages(conversation: Any) -> list[Message]:
         message = {**message, "content": _join_parts(f"{name}.content", content, kinds)}
         calls = message.pop("tool_calls", None)
         if calls not in (None, []):
-            meaning = "'assistant' for a message with tool_calls"
-            _require(role == "assistant", f"{name}.role", meaning, role)
             message["tool_calls"] = [
                 _prepare_call(call_name, call)
                 for call_name, call in _list_dicts(f"{name}.tool_calls", calls)
@@ -117,8 +111,7 @@ def check_tools(tools: Any) -> list[Tool]:
 
 def _read_function(name: str, call: JsonObject) -> JsonObject:
     """Return the function of a tool, or of a call."""
-    kind = call.get("type")
-    _require(kind == "function", f"{name}.type", "'function', the only one supported", kind)
+    check_choice(f"{name}.type", call.get("type"), ("function",))
     function: Any = call.get("function")
     _require(isinstance(function, dict), f"{name}.function", "a dict with a name", function)
     text = function.get("name")
@@ -135,16 +128,13 @@ def _prepare_call(name: str, call: JsonObject) -> JsonObject:
     its mistake.
     """
     function = _read_function(name, call)
-    arguments = function.get("arguments") or {}
-    if isinstance(arguments, str):
-        given = arguments
-        arguments = {"arguments": given}
+    given = function.get("arguments") or {}
+    arguments = given
+    if isinstance(given, str):
         with suppress(ValueError, RecursionError):
-            parsed = json.loads(given)
-            if isinstance(parsed, dict):
-                arguments = parsed
-    is_valid = isinstance(arguments, dict)
-    _require(is_valid, f"{name}.function.arguments", "JSON of an object", arguments)
+            arguments = json.loads(given)
+    if not isinstance(arguments, dict):
+        arguments = {"arguments": given}
     return {**call, "function": {**function, "arguments": arguments}}
 
 

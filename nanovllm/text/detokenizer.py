@@ -28,6 +28,7 @@ class State(NamedTuple):
     context: Tokens = ()  # the newest tokens of the text, decoded together with those after it
     context_text: str = ""  # their text when they are decoded alone
     pending: Tokens = ()  # tokens that end within a character (with U+FFFD), or have no text
+    pending_text: str = ""  # the text of the pending tokens after the context
 
 
 class Detokenizer:
@@ -75,7 +76,7 @@ class Detokenizer:
         self.start_text = self.state.context_text
         # The decoded text begins with complete characters of these pending tokens, if there are
         # any, see `_without_prompt`.
-        self.prompt_text = self._find_new_text(self.state)
+        self.prompt_text = self.state.pending_text
 
     def _read_prompt(self, prompt_token_ids: list[int]) -> State:
         """Decode the last tokens of a prompt, and leave out their text.
@@ -84,7 +85,6 @@ class Detokenizer:
         first space of what they decode. It does not begin within a character. The end is bounded,
         because each token is decoded alone.
         """
-        state = State(0)
         for size in (self.MAX_CONTEXT, 64, 512):
             state = State(0)
             for token_id in prompt_token_ids[-size:]:
@@ -92,7 +92,7 @@ class Detokenizer:
             has_start = state.text[:1] not in ("", "\ufffd")
             if has_start or size >= len(prompt_token_ids):
                 break
-        if not self._find_new_text(state):  # no character is incomplete
+        if not state.pending_text:  # no character is incomplete
             state = state._replace(context=state.context + state.pending, pending=())
         return state._replace(num_tokens=len(prompt_token_ids), text="")
 
@@ -110,7 +110,7 @@ class Detokenizer:
             self._push_new(token_ids, end)
         text = self.state.text
         if is_last or self.stop is not None:
-            text = (text + self._find_new_text(self.state))[: self.stop]
+            text = (text + self.state.pending_text)[: self.stop]
         else:
             text = text[: max(0, len(text) - self.num_withheld)]
         return self._without_prompt(text)
@@ -133,9 +133,8 @@ class Detokenizer:
         searched.
         """
         self._push_new(token_ids)
-        text = self.state.text
         # A token can end a stop string and begin a character that is incomplete.
-        text += self._find_new_text(self.state).rstrip("\ufffd")
+        text = self.state.text + self.state.pending_text.rstrip("\ufffd")
         start = len(text) - len(self._without_prompt(text))
         if may_stop and self.stop is None:
             found = [
@@ -153,14 +152,13 @@ class Detokenizer:
 
     def _extend(self, state: State, token_id: int) -> State:
         """Return the state after one more token."""
-        num_tokens, text, context, context_text, pending = state
+        num_tokens, text, context, context_text, pending, pending_text = state
         num_tokens += 1
         recent_text = self._decode((*context, *pending, token_id))
         if recent_text is None:
             # The token becomes U+FFFD, and its neighbors are decoded as if it did not exist.
-            new_text = self._find_new_text(state)
-            still_pending = () if new_text else pending
-            text += new_text + "\ufffd"
+            still_pending = () if pending_text else pending
+            text += pending_text + "\ufffd"
             return State(num_tokens, text, context, context_text, still_pending)
         pending = (*pending, token_id)
         if not recent_text.startswith(context_text):
@@ -171,21 +169,11 @@ class Detokenizer:
         new_text = recent_text[len(context_text) :]
         is_incomplete = not new_text or new_text.endswith("\ufffd")
         if is_incomplete and len(pending) <= self.MAX_PENDING:
-            return State(num_tokens, text, context, context_text, pending)
+            return State(num_tokens, text, context, context_text, pending, new_text)
         if len(context + pending) > self.MAX_CONTEXT:
             context = ()
             recent_text = self._decode(pending) or ""
         return State(num_tokens, text + new_text, context + pending, recent_text)
-
-    def _find_new_text(self, state: State) -> str:
-        """Return the text of the pending tokens after the context."""
-        _, _, context, context_text, pending = state
-        if not pending:
-            return ""
-        text = self._decode(context + pending) or ""
-        if text.startswith(context_text):
-            return text[len(context_text) :]
-        return self._decode(pending) or ""
 
     def _decode(self, token_ids: list[int] | Tokens) -> str | None:
         """Return the text of `token_ids`, or None if the tokenizer cannot decode them."""

@@ -27,7 +27,7 @@ from nanovllm.benchmark.roofline import (
 from nanovllm.benchmark.setting import make_settings
 from nanovllm.benchmark.shapes import SHAPES
 from nanovllm.benchmark.workloads import Request, choose_workload
-from nanovllm.checkpoints.formats import FP8, GPTQ
+from nanovllm.checkpoints.formats import FP8, GPTQ, PackedFormat
 from nanovllm.checkpoints.quantization import INT4, INT8, Quantization
 from nanovllm.kernels import bench as kernels_bench
 from nanovllm.kernels.attention_check import BatchShape, compare_with_torch
@@ -319,7 +319,7 @@ def test_roofline_counts_what_the_option_quantizes():
 
     of_option = Quantization(INT4, INT8)
     assert count(replace(of_option, format=FP8())) == count(of_option) < count(Quantization())
-    kept = GPTQ(scheme=INT8, bits=8, group_size=128, is_symmetric=True)
+    kept = PackedFormat(**GPTQ, scheme=INT8, bits=8, group_size=128, is_symmetric=True)
     assert count(of_option) < count(replace(of_option, format=kept)) < count(Quantization())
 
 

@@ -44,7 +44,7 @@ def reject(complaint, directory, **options):
         ("qwen3", {UP: ones(48, 32).to(torch.float8_e4m3fn)}, f"{UP} is stored as F8_E4M3"),
         ("qwen3", {"lm_head.weight": ones(97, 32)}, "lm_head.weight differs"),
         ("qwen3", {f"{FREQUENCIES}.weight": ones(8)}, f"unexpected.*: {FREQUENCIES}.weight"),
-        ("opt", {POSITIONS: ones(258, 32)}, f"repeated tensors: .*{POSITIONS}"),
+        ("opt", {POSITIONS: ones(258, 32)}, f"model.{POSITIONS} repeats {POSITIONS}"),
         ("qwen3-moe", {f"{EXPERTS}.3.up_proj.weight": None}, "missing .*experts.3.up_proj"),
         ("qwen3-moe", {f"{EXPERTS}.8.up_proj.weight": ones(24, 32)}, "unexpected .*experts.8"),
     ],
@@ -68,7 +68,6 @@ def test_tensors_that_do_not_fit(tmp_path, family, changes, complaint):
     "family, changes, complaint",
     [
         ("qwen3", {"num_hidden_layers": 3, "layer_types": None}, "missing tensors: model.layers.2"),
-        ("opt", {"enable_bias": False}, "unexpected.*k_proj.bias"),
         ("opt", {"do_layer_norm_before": False}, "unexpected.*decoder.final_layer_norm"),
         ("opt-350m", {"word_embed_proj_dim": 32}, r"embed_tokens.weight has shape \[97, 24\]"),
         ("opt", {"tie_word_embeddings": False}, "missing tensors: lm_head.weight"),
@@ -83,24 +82,18 @@ def test_configs_that_contradict_the_weights(tmp_path, family, changes, complain
 
 
 def test_harmless_copies_are_accepted(checkpoint):
-    """A tied head that is stored, and the RoPE buffers that transformers once saved."""
+    """A tied head that is stored, and the RoPE buffer that transformers once saved."""
     expected = generate_ids(load(checkpoint), [[5, 6, 7]], greedy(8))
-    copies = {}
-    for name in ("inv_freq", "cos_cached", "sin_cached"):
-        copies[f"{FREQUENCIES}.{name}"] = ones(8)
 
     def edit(weights):
-        copies["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
-        weights.update(copies)
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+        weights[f"{FREQUENCIES}.inv_freq"] = ones(8)
 
     edit_weights(checkpoint, edit)
     assert generate_ids(load(checkpoint), [[5, 6, 7]], greedy(8)) == expected
 
 
-@pytest.mark.parametrize(
-    "name, prefix, size",
-    [("qwen3", "model.", 1), ("qwen3", "", 2), ("opt", "model.", 2), ("opt", "", 1)],
-)
+@pytest.mark.parametrize("name, prefix, size", [("qwen3", "", 2), ("opt", "model.", 1)])
 def test_a_tied_head_fills_the_embedding(tmp_path, name, prefix, size):
     """Its shape is checked as well, and one of the two must be there."""
     oracle = make_family(tmp_path, name, tie_word_embeddings=True)
@@ -134,7 +127,7 @@ def edit_index(directory, edit):
 
 def test_a_missing_shard_is_noticed(shards, tmp_path):
     shards[1].unlink()
-    reject(f"{tmp_path}/model.safetensors.index.json lists '{shards[1].name}'", tmp_path)
+    reject(f"{shards[1]}: No such file", tmp_path)
     (tmp_path / "model.safetensors.index.json").unlink()
     reject("missing tensors: model", tmp_path)
 
@@ -144,16 +137,16 @@ def test_a_tensor_in_two_shards_is_noticed_without_an_index(shards, tmp_path):
     save_file({**load_file(shards[1]), name: ones(3)}, shards[1])
     load(tmp_path)
     (tmp_path / "model.safetensors.index.json").unlink()
-    repeated = f"{name} in {shards[0].name} and {name} in {shards[1].name}"
-    reject(f": repeated tensors: {repeated}$", tmp_path)
+    reject(f"{shards[1]}: {name} repeats {name} in {shards[0].name}", tmp_path)
 
 
 def test_only_tensors_of_the_index_are_read(shards, tmp_path):
-    """Not the shards of an earlier save, nor superseded tensors. The dtype, too, is theirs."""
+    """Not the files of an earlier save, nor superseded tensors. The dtype, too, is theirs."""
     expected = generate_ids(load(tmp_path), [[5, 6, 7]], greedy(8))
     edit_config(tmp_path, dtype=None)
     stale = {name: ones(2).half() for path in shards for name in load_file(path)}
     save_file(stale, tmp_path / "model-00000-of-00001.safetensors")
+    (tmp_path / "model.safetensors").write_bytes(b"not read")
     for path in shards:
         save_file({"a": ones(2).half(), **stale, **load_file(path)}, path)
     llm = load(tmp_path)
@@ -163,36 +156,18 @@ def test_only_tensors_of_the_index_are_read(shards, tmp_path):
 
 def test_a_tensor_that_is_not_in_its_file_is_named(shards, tmp_path):
     edit_index(tmp_path, lambda weight_map: weight_map.update({UP: shards[0].name}))
-    reject(rf"{shards[0]}: missing tensors, which .*index.json lists: {UP}$", tmp_path)
-    edit_config(tmp_path, dtype=None)
-    reject(f"{shards[0]}: missing tensors", tmp_path)
+    reject(f"not match the model: missing tensors: {UP}$", tmp_path)
     edit_index(tmp_path, lambda weight_map: weight_map.pop(UP))
     reject(f"not match the model: missing tensors: {UP}$", tmp_path)
 
 
-@pytest.mark.parametrize("name", ["../a.safetensors", "/a", "a/b", "", ".", "..", 3, None, ["a"]])
-def test_an_index_leads_nowhere_else(shards, tmp_path, name):
-    edit_index(tmp_path, lambda weight_map: weight_map.update({UP: name}))
-    reject("safetensors.index.json", tmp_path)
-
-
 @pytest.mark.parametrize(
-    "content", ["", "{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {}}', "[" * 10**5]
+    "content", ["", "{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 3}}', "[" * 10**5]
 )
 def test_a_damaged_index_is_named(shards, tmp_path, content):
     path = tmp_path / "model.safetensors.index.json"
     path.write_text(content)
     reject(str(path), tmp_path)
-
-
-def test_an_index_of_an_earlier_save_does_not_count(shards, tmp_path):
-    """save_pretrained removes its shards. As long as they are there, the index decides."""
-    (tmp_path / "model.safetensors").write_bytes(b"not read")
-    load(tmp_path)
-    make_checkpoint(tmp_path)
-    assert not shards[0].exists()
-    assert (tmp_path / "model.safetensors.index.json").exists()
-    load(tmp_path)
 
 
 def test_which_files_hold_the_weights(shards, tmp_path):
@@ -218,12 +193,6 @@ def test_a_truncated_file_is_named(checkpoint):
     path = checkpoint / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
     reject(str(path), checkpoint)
-
-
-def test_the_dtype_is_that_of_the_weights_if_the_config_has_none(tmp_path):
-    make_checkpoint(tmp_path, dtype=torch.bfloat16)
-    edit_config(tmp_path, dtype=None)
-    assert load(tmp_path).model_runner.executor.worker.spec.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(

@@ -122,12 +122,6 @@ def test_text_parts_of_a_message_are_joined(demo):
         (ask([{"type": "text", "text": HALF_EMOJI}]), "surrogates not allowed"),
         ([{"role": "assistant", "tool_calls": [{}]}], "messages[0].tool_calls[0].type must be"),
         (call_tool(name=None), "messages[0].tool_calls[0].function.name"),
-        (call_tool(arguments=[3]), "function.arguments must be JSON of an object, not [3]"),
-        (
-            [{**call_tool()[0], "role": "user", "content": ""}],
-            "messages[0].role must be 'assistant' for",
-        ),
-        ([{"role": "assistant", "function_call": {}}], "messages[0].function_call is not"),
     ],
 )
 def test_an_invalid_conversation_is_rejected(demo, messages, complaint):
@@ -230,7 +224,7 @@ def test_invalid_options_of_a_chat_are_named(demo, options, complaint):
     "tools, complaint",
     [
         ("add", "tools must be a list of dicts"),
-        ([TOOL, {}], r"tools\[1\].type must be 'function'"),
+        ([TOOL, {}], r"tools\[1\].type must be one of 'function'"),
         ([{"type": "function", "function": {"name": "two words"}}], r"tools\[0\].function.name"),
         (
             [{**TOOL, "function": {"name": "a", "parameters": []}}],

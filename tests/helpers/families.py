@@ -139,14 +139,12 @@ FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "opt": (OPTConfig, OPT),
     "opt-350m": (OPTConfig, dict(OPT, do_layer_norm_before=False, word_embed_proj_dim=24)),
     "opt-untied-narrow": (OPTConfig, dict(OPT, tie_word_embeddings=False, word_embed_proj_dim=24)),
-    "opt-no-biases": (OPTConfig, dict(OPT, enable_bias=False, layer_norm_elementwise_affine=False)),
-    "opt-no-final-norm": (OPTConfig, dict(OPT, _remove_final_layer_norm=True)),
     "phi3-window": (Phi3Config, dict(PHI4, sliding_window=8, num_key_value_heads=1)),
     "phi4": (Phi3Config, PHI4),
     "phi4-mini": (Phi3Config, PHI4_MINI),
     "smollm3": (SmolLM3Config, SMOLLM3),
     "smollm3-windows": (SmolLM3Config, dict(SMOLLM3_WINDOWS, tie_word_embeddings=False)),
-    "qwen3-moe": (Qwen3MoeConfig, dict(EXPERTS, norm_topk_prob=True, intermediate_size=47)),
+    "qwen3-moe": (Qwen3MoeConfig, dict(EXPERTS, norm_topk_prob=True)),
     "qwen3-moe-window": (Qwen3MoeConfig, dict(EXPERTS, **ALL_WINDOWS, norm_topk_prob=True)),
     "qwen3-moe-mixed": (Qwen3MoeConfig, dict(MIXED, tie_word_embeddings=False)),
     "qwen3.5-moe": (Qwen3_5MoeTextConfig, dict(HYBRID_EXPERTS, tie_word_embeddings=False)),
@@ -162,17 +160,14 @@ def make_family(directory, name, **changes):
     return Oracle(make_checkpoint(directory, family=family, **{**settings, **changes}))
 
 
-def stack_experts(weights, suffix=""):
-    """Store the experts as on the Hub: gate and up projections, one after the other, and down.
-
-    With a suffix, stack the tensors that have it, such as "_scale_inv".
-    """
+def stack_experts(weights):
+    """Store the experts as on the Hub: gate and up projections, one after the other, and down."""
     layers = {name.partition(".experts.")[0] for name in weights if ".experts." in name}
     for layer in sorted(layers):
         stacked = {}
         for part in ("gate", "up", "down"):
-            names = [f"{layer}.experts.{expert}.{part}_proj.weight{suffix}" for expert in range(8)]
+            names = [f"{layer}.experts.{expert}.{part}_proj.weight" for expert in range(8)]
             stacked[part] = torch.stack([weights.pop(name) for name in names])
         gate_up = torch.cat((stacked["gate"], stacked["up"]), dim=1)
-        weights[f"{layer}.experts.gate_up_proj{suffix}"] = gate_up
-        weights[f"{layer}.experts.down_proj{suffix}"] = stacked["down"]
+        weights[f"{layer}.experts.gate_up_proj"] = gate_up
+        weights[f"{layer}.experts.down_proj"] = stacked["down"]

@@ -23,7 +23,7 @@ from nanovllm.layers.rotary import RopeSpec, RotaryEmbedding
 from nanovllm.layers.tensor_parallel import ALONE
 from nanovllm.models.decoder import MLP, Attention, DecoderSpec
 from nanovllm.models.gemma3 import GeluMLP
-from nanovllm.models.olmo import OlmoNorm, OlmoSpec
+from nanovllm.models.olmo import OlmoAttention, OlmoNorm, OlmoSpec
 from nanovllm.models.quantized_layers import QUANTIZABLE, quantize_layer
 from nanovllm.utils.helpers import cdiv
 
@@ -108,7 +108,7 @@ def make_layers(dtype, device):
             "gelu_mlp": mlps[1],
             "zero_centered": ZeroCenteredRMSNorm(300, 1e-3, dtype),
             "olmo": OlmoNorm(300, 1e-3, dtype),
-            "olmo_attention": OlmoSpec(**vars(spec)).make_attention(0, torch_backend, ALONE),
+            "olmo_attention": OlmoAttention(OlmoSpec(**vars(spec)), 0, torch_backend, ALONE),
         }
     )
     return randomize(layers).to(device)

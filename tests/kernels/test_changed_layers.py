@@ -29,12 +29,8 @@ from nanovllm.models.opt import OPTSpec
 from nanovllm.models.qwen3_5 import Qwen35Spec
 from nanovllm.worker.worker import Worker
 
-EXPERTS = dict(num_experts=4, num_experts_per_tok=2, expert_size=24, normalize_weights=True)
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
 DELTA = dict(num_key_heads=2, num_value_heads=4, key_dim=16, value_dim=24, conv_size=4)
-OPT_SIZES = dict(
-    vocab_size=80, hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=16,
-    intermediate_size=40, tie_embeddings=True, max_len=64, dtype=torch.float32,
-)  # fmt: skip
 
 
 def make_decoder_spec(kind, **changes):
@@ -50,12 +46,12 @@ SPECS = {
         rope_indices=(0, 1),
     ),
     "biases": make_spec(torch.float32, qkv_bias=True, o_bias=True, mlp_bias=True),
-    "experts": make_decoder_spec(MoESpec, dense_layers=frozenset([0]), **EXPERTS),
+    "experts": make_decoder_spec(MoESpec, mlp_only_layers=[0], **EXPERTS),
     "delta": make_decoder_spec(
         Qwen35Spec,
         qk_norm=True,
         ropes=(RopeSpec.from_base(1e4, 8),),
-        attention_layers=frozenset([0]),
+        layer_types=["full_attention", "linear_attention"],
         **DELTA,
     ),
     "gemma3": make_decoder_spec(
@@ -78,13 +74,12 @@ SPECS = {
         ropes=(RopeSpec.from_base(1e4, 16), RopeSpec.from_base(1e2, 12)),
         rope_indices=(0, 1),
     ),
-    "opt": OPTSpec(
-        **OPT_SIZES,
-        embedding_size=24,
-        norm_first=True,
-        final_norm=True,
-        norm_has_weights=True,
-        bias=True,
+    "opt": make_decoder_spec(
+        OPTSpec,
+        qkv_bias=True,
+        o_bias=True,
+        word_embed_proj_dim=24,
+        do_layer_norm_before=True,
     ),
 }
 each_family = pytest.mark.parametrize("family", SPECS)

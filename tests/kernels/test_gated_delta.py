@@ -109,7 +109,7 @@ def test_extreme_gates_and_decays_match_the_plain_layer(fast):
 def make_delta_layer(dtype=torch.float32, tp=ALONE, key_dim=16):
     """Make a plain layer, always with the same weights."""
     sizes = dict(num_key_heads=2, num_value_heads=4, key_dim=key_dim, value_dim=24, conv_size=4)
-    spec = Qwen35Spec(**vars(make_spec(dtype)), attention_layers=frozenset(), **sizes)
+    spec = Qwen35Spec(**vars(make_spec(dtype)), layer_types=["linear_attention"], **sizes)
     return randomize(DeltaLayer(spec, 0, tp))
 
 

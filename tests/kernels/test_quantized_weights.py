@@ -160,7 +160,7 @@ def test_a_quantized_model_matches_plain_layers(scheme, dtype):
 
 @all_dtypes
 def test_quantized_experts_match_plain_ones(dtype):
-    spec = SimpleNamespace(num_experts=3, hidden_size=40, expert_size=24, dtype=dtype)
+    spec = SimpleNamespace(num_experts=3, hidden_size=40, moe_intermediate_size=24, dtype=dtype)
     experts = quantize(randomize(Experts(spec, ALONE)), INT4)
     x = torch.randn(5, 40).to(dtype)
     chosen = torch.tensor([[0, 2], [2, 1], [0, 1], [1, 0], [2, 0]])

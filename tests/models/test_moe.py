@@ -96,8 +96,8 @@ def test_steps_with_experts_run_eager(monkeypatch):
     """Shapes depend on the routing. A model with dense layers only is captured."""
     pytest.importorskip("triton", reason="triton is not installed")
     backend = SimpleNamespace(SUPPORTS_CUDA_GRAPHS=True)
-    for dense_layers, is_captured in (({0}, False), ({0, 1}, True)):
-        model = replace(SPEC, dense_layers=frozenset(dense_layers)).make_model(attention)
+    for dense_layers, is_captured in (([0], False), ([0, 1], True)):
+        model = replace(SPEC, mlp_only_layers=dense_layers).make_model(attention)
         model.forward = lambda batch: torch.ones(len(batch.logits_indices), 1)
         batch = make_batch([1], [1], torch.zeros(1, 4, dtype=torch.int32))
         captured = capture_on_the_cpu(monkeypatch, model, backend, [batch])

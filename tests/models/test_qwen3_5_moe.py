@@ -7,7 +7,6 @@ import pytest
 import torch
 from conftest import (
     Oracle,
-    edit_config,
     edit_weights,
     generate_ids,
     greedy,
@@ -145,35 +144,3 @@ def test_kernels_compute_all_layers_with_states(hybrid, name):
         for layer in (layers[0], layers[1], layers[3]):
             assert type(layer) is FastDeltaLayer and layer.struct is not None
             assert type(layer.mlp.experts) is PrepackedExperts
-
-
-@pytest.mark.parametrize(
-    "name, changes, complaint",
-    [
-        ("qwen3.5-moe", dict(shared_expert_intermediate_size=0), "shared_expert_intermediate_size"),
-        ("qwen3-next", dict(num_experts=0), "num_experts must be at least 1"),
-        ("qwen3-next", dict(decoder_sparse_step=0), "decoder_sparse_step must be at least 1"),
-        ("qwen3-next", dict(sliding_window=8), "sliding_window is no field of Qwen3NextConfig"),
-    ],
-)
-def test_unsupported_configs_are_rejected(tmp_path, name, changes, complaint):
-    make_family(tmp_path, name)
-    edit_config(tmp_path, **changes)
-    with pytest.raises(ValueError, match=complaint):
-        LLM(tmp_path, **POOL)
-
-
-@pytest.mark.parametrize(
-    "name, changes, complaint",
-    [
-        ("qwen3.5-moe", dict(moe_intermediate_size=25), "moe_intermediate_size=25"),
-        ("qwen3.5-moe", dict(shared_expert_intermediate_size=21), "shared_expert_inter.*=21"),
-        ("qwen3-next-mixed", dict(intermediate_size=47), "does not divide intermediate_size=47"),
-        ("qwen3-next", dict(linear_num_key_heads=1), "linear_num_key_heads=1"),
-    ],
-)
-def test_sizes_that_the_ranks_do_not_divide(tmp_path, name, changes, complaint):
-    make_family(tmp_path, name)
-    edit_config(tmp_path, **changes)
-    with pytest.raises(ValueError, match=complaint):
-        LLM(tmp_path, **POOL, tensor_parallel_size=2)

@@ -18,7 +18,7 @@ _CHUNK = 32  # not tuned on a GPU, as the numbers of warps
 
 class FastGatedDeltaRule(OptimizedLayer, GatedDeltaRule):
     replaces = GatedDeltaRule
-    GRAPHS_HAVE_DECODES_ONLY = False
+    SUPPORTS_CUDA_GRAPHS = True
 
     def forward(self, inputs: DeltaInputs, states: Tensor, batch: Batch) -> Tensor:
         qkv, gate, beta, decay = inputs
