@@ -3,7 +3,6 @@
 import json
 import re
 from copy import deepcopy
-from unittest.mock import DEFAULT, patch
 
 import numpy as np
 import pytest
@@ -101,11 +100,6 @@ def test_a_conversation_becomes_a_prompt_by_the_template(demo):
     assert demo.chat([]) == []
 
 
-def test_text_parts_of_a_message_are_joined(demo):
-    parts = [{"type": "text", "text": "What is"}, {"type": "text", "text": "12 + 30?"}]
-    assert demo.encode_chats([ask(parts)]) == demo.encode_chats([ask("What is\n12 + 30?")])
-
-
 @pytest.mark.parametrize(
     "messages, complaint",
     [
@@ -199,9 +193,6 @@ def test_arguments_that_are_no_json_object_reach_the_template(demo, monkeypatch,
     assert messages == before, "the caller's messages stay as they are"
     monkeypatch.undo()
     assert demo.encode_chats([messages])
-    monkeypatch.setattr(demo.tokenizer, "chat_template", "{{ raise_exception('no') }}")
-    with pytest.raises(ValueError, match="chat template cannot format"):
-        demo.encode_chats([messages])
 
 
 @pytest.mark.parametrize(
@@ -260,16 +251,6 @@ def test_a_tokenizer_that_raises_is_a_value_error(demo, monkeypatch):
     for call in (lambda: demo.generate(TEXT), lambda: demo.chat(ask(TEXT))):
         with pytest.raises(ValueError, match="the tokenizer cannot encode the prompt: no such"):
             call()
-
-
-@pytest.mark.parametrize("name", ["encode", "apply_chat_template"])
-def test_an_exception_of_a_signal_handler_is_not_that_of_the_tokenizer(demo, name):
-    original = getattr(demo.tokenizer, name)
-    failing = patch.object(
-        demo.tokenizer, name, wraps=original, side_effect=[TimeoutError, DEFAULT]
-    )
-    with failing, pytest.raises(TimeoutError):
-        demo.chat(ask(TEXT))
 
 
 def test_a_lone_surrogate_is_rejected(demo):
