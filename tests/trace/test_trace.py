@@ -202,7 +202,7 @@ def test_the_choice_of_a_grammar_is_recorded(path):
     preferred = []
     with LLM(DEMO_MODEL, trace=path, num_speculative_tokens=2, **SMALL) as llm:
         drafts = find_feature(llm, Drafts)
-        drafts.costs = StepCosts(1.0, 1.0, per_token=0.0)
+        drafts.costs = StepCosts(per_token=0.0)
         sample = llm.model_runner.sample
 
         def sample_and_keep(logits, step):
@@ -259,7 +259,7 @@ def windows(tmp_path_factory):
 
         llm.model_runner.read = keep_state
         drafts = find_feature(llm, Drafts)
-        drafts.costs = StepCosts(1.0, 1.0, per_token=0.0)
+        drafts.costs = StepCosts(per_token=0.0)
         generate_ids(llm, [*PROMPTS, random_prompt(5, 6) * 4], greedy(14))
         assert llm.stats["num_preemptions"]
         assert llm.stats["num_draft_tokens"]

@@ -40,24 +40,21 @@ TOKEN = re.compile(
     rf"""(?xs)
     (?P<flags> \A\(\?[is]+\) )
     | (?P<open> \( (?: \?: | \?P?<\w+> | (?!\?) ) )
-    | (?P<close> \) )
-    | (?P<sign> [\^$|] )
-    | (?P<repeat> (?: [*+?] | \{{[0-9]+(?:,[0-9]*)?\}} ) \?? )
+    | (?P<anchor> (?<! [^()|:>^] ) \^ | \$ (?! [^)|$] ) )
+    | (?P<same> [)|] | (?: [*+?] | \{{[0-9]+(?:,[0-9]*)?\}} ) \?? )
     | (?P<dot> \. )
     | \[ (?P<negation> \^? ) (?P<members> (?: {SET} | {ESCAPE} | [^\]\\] )* ) \]
-    | (?P<atom> (?! \\b | [(\[] | \{{, ) {ATOM} )  # in Python, {{,3}} repeats
+    | (?P<atom> (?! \\b | [(\[^$] | \{{, ) {ATOM} )  # in Python, {{,3}} repeats
     | (?P<other> .{{1,9}} )
     """
 )
-# Two signs, see _convert, of which the second one is invalid or not held after the first one.
-MISPLACED = re.compile(r"!|[^|^]\^|\$[^|$]|[^a]\*")
 
 
 def convert_pattern(pattern: str) -> str:
     """Return a regex for Rust that matches the same strings. It can stand between slashes, too.
 
-    Raises ValueError for a pattern that no grammar holds, and for most that are invalid. llguidance
-    finds the others.
+    Raises ValueError for what no grammar holds, such as lookaround. llguidance finds the rest, such
+    as unclosed groups, and anchors that have text before or after them in another group.
     """
     with naming(f"pattern {show(pattern)}", ValueError):
         return "".join(_convert(pattern))
@@ -65,44 +62,24 @@ def convert_pattern(pattern: str) -> str:
 
 def _convert(pattern: str) -> Iterator[str]:
     dot = DOT
-    # What each open group has had: "|" (also at the start), "^" or "$", "*" for a repetition, "a"
-    # for what can be repeated, and both anchors or one for a group that has them.
-    groups = [["|"]]
     for token in TOKEN.finditer(pattern):
         text = token[0]
-        sign = "a"
         match token.lastgroup:
             case "flags":
                 dot = "." if "s" in text else DOT
-                yield text
-                continue
             case "open":
                 # Without a name, because llguidance reads a group called "stop" as a lookahead.
-                yield "(?:"
-                groups.append(["|"])
-                continue
-            case "close" if len(groups) > 1:
-                anchors = {"^", "$"}.intersection("".join(groups.pop()))
-                sign = "".join(sorted(anchors, reverse=True)) or "a"
-            case "sign":
-                sign = text
-            case "repeat":
-                sign = "*"
+                text = "(?:"
             case "dot":
                 text = dot
             case "members":
                 text = convert_class(token["members"], token["negation"])
             case "atom":
                 text = _quote(decode(text))
-            case _:
-                sign = "!"
-        if MISPLACED.search(groups[-1][-1] + sign):
-            problem = "is invalid there, or no grammar holds it"
-            raise ValueError(f"{show(text)} at position {token.start()} {problem}")
-        groups[-1].append(sign)
+            case "other":
+                problem = "is invalid there, or no grammar holds it"
+                raise ValueError(f"{show(text)} at position {token.start()} {problem}")
         yield text
-    if len(groups) > 1:
-        raise ValueError("a group is unclosed")
 
 
 def convert_class(members: str, negation: str = "") -> str:
