@@ -182,7 +182,7 @@ def test_node_agrees():
 def test_the_error_of_a_pattern_begins_with_it(pattern, problem):
     with pytest.raises(ValueError, match=problem) as caught:
         convert_pattern(pattern)
-    assert str(caught.value).startswith(f"pattern {pattern!r}: ")
+    assert str(caught.value).startswith(f"{pattern!r}: ")
 
 
 @pytest.mark.parametrize("pattern", ["(^a)?b", "(a$|b)c", "(a", "a)", "a|*b"])

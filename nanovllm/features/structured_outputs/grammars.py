@@ -1,7 +1,8 @@
 """Compiles JSON schemas, regexes and grammars, by llguidance, into matchers of tokens.
 
-Grammars come from clients. A process of its own therefore compiles each grammar first, see
-grammar_check.py. LIMITS bound what a step takes. A sample that exceeds them ends with an error.
+Grammars come from clients. A process of its own therefore compiles each grammar first, and finds
+its errors (grammar_check.py). LIMITS bound what a step takes. A sample that exceeds them ends with
+an error.
 """
 
 import os
@@ -10,7 +11,7 @@ import sys
 from collections import deque
 from collections.abc import Callable
 from contextvars import ContextVar
-from functools import cached_property, lru_cache
+from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -67,9 +68,7 @@ class StructuredOutputs(Feature):
         max_lexer_states = MAX_LEXER_STATES * num_samples
         limits = LLParserLimits(**LIMITS, max_lexer_states=max_lexer_states, verbose_errors=False)
         matcher = LLMatcher(self.guidance_tokenizer, grammar, log_level=0, limits=limits)
-        matcher.compute_bitmask()
-        if matcher.is_error():
-            raise ValueError(f"invalid or unsupported: {matcher.get_error()[:MAX_ERROR_CHARS]}")
+        matcher.compute_bitmask()  # the first one takes long
         return matcher
 
     @cached_property
@@ -119,27 +118,28 @@ class GrammarCheck:
         self.is_cancelled = False
 
     def run(self) -> None:
-        """Raise ValueError for a grammar whose compilation could harm the engine."""
+        """Raise ValueError for a grammar that is invalid, or could harm the engine."""
         # The process finds packages where this one does, and its own folder comes first.
         path = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONSAFEPATH": ""}
         with subprocess.Popen(
-            [sys.executable, CHECK_PROGRAM, str(CPU_SECONDS)],
+            [sys.executable, "-X", "utf8", CHECK_PROGRAM, str(CPU_SECONDS)],
             env={**os.environ, **path},
             stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
         ) as self.process:
             try:
                 if self.is_cancelled:  # before there was a process
                     self.process.kill()
-                _, stderr = self.process.communicate(self.text)
+                error, _ = self.process.communicate(self.text)
             finally:  # also after Ctrl-C
                 self.process.kill()
-        if self.process.returncode != 0:
-            _, _, last_line = stderr.decode().strip().rpartition("\n")
+        code = self.process.returncode
+        if code != 0:
             problem = f"needs more than {CPU_SECONDS} seconds of CPU time, or nests too deeply"
-            code = f"exit code {self.process.returncode} {last_line}".strip()
-            raise ValueError(f"too complex to compile: {problem} ({code}): simplify it")
+            raise ValueError(f"too complex to compile: {problem} (exit code {code}): simplify it")
+        if error:
+            raise ValueError(f"invalid or unsupported: {error.decode()[:MAX_ERROR_CHARS]}")
         checked_digests.append(self.digest)
 
     def cancel(self) -> None:
@@ -156,23 +156,7 @@ run_check: ContextVar[Callable[[GrammarCheck], None]] = ContextVar(
 
 
 def check_in_process(grammar: str) -> None:
-    """Raise ValueError for a grammar whose compilation could harm the engine."""
+    """Raise ValueError for a grammar that is invalid, or could harm the engine."""
     check = GrammarCheck(grammar)
     if check.digest not in checked_digests:
         run_check.get()(check)
-
-
-def compiles(grammar: str) -> bool:
-    """Return whether a grammar is valid, and compiles without harm."""
-    try:
-        check_in_process(grammar)
-    except ValueError:
-        return False
-    return _is_valid(grammar)
-
-
-@lru_cache(maxsize=64)  # a request is parsed again after each check of a grammar
-def _is_valid(grammar: str) -> bool:
-    from llguidance import LLMatcher
-
-    return not LLMatcher.validate_grammar(grammar)

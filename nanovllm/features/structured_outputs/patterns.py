@@ -56,7 +56,7 @@ def convert_pattern(pattern: str) -> str:
     Raises ValueError for what no grammar holds, such as lookaround. llguidance finds the rest, such
     as unclosed groups, and anchors that have text before or after them in another group.
     """
-    with naming(f"pattern {show(pattern)}", ValueError):
+    with naming(show(pattern), ValueError):
         return "".join(_convert(pattern))
 
 

@@ -1,8 +1,8 @@
 """Prepares JSON schemas for llguidance, so that all text that it allows is valid.
 
 llguidance rejects a strict schema with a key that it has no grammar for, by the name of the key. In
-other schemas it ignores such a key, which allows more text. The same holds here for a pattern and
-for a large bound that no grammar holds. Any other number that llguidance would round is an error.
+other schemas it ignores such a key, which allows more text. The same holds here for a pattern or a
+bound that it would not hold exactly. A value that it would round is an error in all schemas.
 """
 
 import json
@@ -20,6 +20,10 @@ MAPS = ("properties", "patternProperties", "$defs", "definitions")
 # Keys whose values contain no schemas.
 VALUES = ("const", "enum", "default", "examples", "x-guidance")
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+# Keys whose values are converted or checked. Those of FREE are dropped if no grammar holds them and
+# the schema is not strict, which allows more text.
+FREE = ("pattern", "patternProperties", *BOUNDS)
+EXACT = ("const", "enum", "multipleOf")
 # Values that constrain nothing, of keys that llguidance has no grammar for. zod writes the first
 # one for every record.
 NEUTRAL = {"propertyNames": {"type": "string"}, "uniqueItems": False}
@@ -41,9 +45,6 @@ def write_schema(schema: Schema | str, options: Any, is_strict: bool = True) -> 
     if not isinstance(schema, dict):
         raise invalid("a JSON schema", f"must be an object, not {show(schema)}")
     for node in _list_nodes(schema):
-        if not is_strict:
-            _drop_large_bounds(node)
-        _check_numbers(node)
         _convert(node, is_strict)
     text = json.dumps(schema, ensure_ascii=False)
     if "\\u00" not in text:  # no control character must be written
@@ -69,19 +70,37 @@ def _list_nodes(schema: Any) -> Iterator[Schema]:
                     stack.append(value)
 
 
-def _drop_large_bounds(node: Schema) -> None:
-    """Drop bounds that no grammar holds, such as those of 64-bit integers and 32-bit floats."""
-    for key in BOUNDS:
-        bound = node.get(key)
-        if isinstance(bound, (int, float)) and abs(bound) > MAX_INTEGER:
+def _convert(node: Schema, is_strict: bool) -> None:
+    """Convert the values of a node to what llguidance holds exactly."""
+    node.pop("$schema", None)  # llguidance would look for a dialect that it does not know
+    for key, value in NEUTRAL.items():
+        if node.get(key) == value:
             del node[key]
+    for key in [key for key in FREE + EXACT if key in node]:
+        try:
+            with naming(key, ValueError):
+                node[key] = _convert_value(key, node[key])
+        except ValueError:
+            if is_strict or key in EXACT:
+                raise
+            del node[key]
+            if key == "patternProperties":  # names that match it are no additional ones
+                node.pop("additionalProperties", None)
 
 
-def _check_numbers(node: Schema) -> None:
-    for key in ("const", "enum", "multipleOf", *BOUNDS):
-        with naming(key, ValueError):
-            text = json.dumps(node.get(key), allow_nan=False)
-            json.loads(text, parse_int=_check_number, parse_float=_check_number)
+def _convert_value(key: str, value: Any) -> Any:
+    match key, value:
+        case "pattern", str():
+            return convert_pattern(value)
+        case "patternProperties", dict():
+            schemas = {convert_pattern(name): schema for name, schema in value.items()}
+            if len(schemas) < len(value):
+                raise ValueError("two patterns match the same names: combine their schemas")
+            return schemas
+    if key in BOUNDS + EXACT:
+        text = json.dumps(value, allow_nan=False)
+        json.loads(text, parse_int=_check_number, parse_float=_check_number)
+    return value
 
 
 def _check_number(text: str) -> None:
@@ -92,32 +111,3 @@ def _check_number(text: str) -> None:
     if abs(number) > MAX_INTEGER or not (is_short or number == int(number)):
         meaning = f"integers up to 2**53, or numbers of up to {MAX_DIGITS} digits"
         raise ValueError(f"must have {meaning}, not {text:.80}")
-
-
-def _convert(node: Schema, is_strict: bool) -> None:
-    """Convert the patterns of a node, and remove what llguidance need not see."""
-    node.pop("$schema", None)  # llguidance would look for a dialect that it does not know
-    for key, value in NEUTRAL.items():
-        if node.get(key) == value:
-            del node[key]
-    try:
-        if isinstance(node.get("pattern"), str):
-            node["pattern"] = convert_pattern(node["pattern"])
-        with naming("patternProperties", ValueError):
-            _convert_names(node)
-    except ValueError:
-        if is_strict:
-            raise
-        # Names that match a dropped pattern are no additional ones.
-        for key in ("pattern", "patternProperties", "additionalProperties"):
-            node.pop(key, None)
-
-
-def _convert_names(node: Schema) -> None:
-    names = node.get("patternProperties")
-    if not isinstance(names, dict):
-        return
-    schemas = {convert_pattern(name): schema for name, schema in names.items()}
-    if len(schemas) < len(names):
-        raise ValueError("two patterns match the same names: combine their schemas")
-    node["patternProperties"] = schemas
