@@ -69,12 +69,6 @@ class Proposal:
     position: int = 0
     acceptance_rate: float = 0.5
 
-    def update(self, token_ids: list[int], num_tokens: int) -> None:
-        """Learn from what has followed, and propose what may follow now."""
-        self.learn(token_ids)
-        self.token_ids = self.proposer.propose(num_tokens)
-        self.position = len(token_ids)
-
     def learn(self, token_ids: list[int]) -> None:
         """Compare the proposal with the tokens that were sampled, computed as a draft or not."""
         for proposed, token_id in zip(self.token_ids, token_ids[self.position :]):
@@ -152,7 +146,9 @@ class Drafts(Feature):
             if seq not in self.proposals:
                 self.proposals[seq] = Proposal(self.make_proposer(seq.token_ids))
             proposal = self.proposals[seq]
-            proposal.update(seq.token_ids, self.max_draft_len)
+            proposal.learn(seq.token_ids)
+            proposal.token_ids = proposal.proposer.propose(self.max_draft_len)
+            proposal.position = len(seq.token_ids)
             max_len = seq.max_num_tokens - len(seq.token_ids) - 1
             probability = 1.0
             for token_id in proposal.token_ids[: max(0, max_len)]:
