@@ -37,7 +37,7 @@ def check(tiny):
         {"num_kvcache_blocks": 13, "max_num_batched_tokens": 7},  # chunks and preemptions
         {"num_kvcache_blocks": 13, "enable_chunked_prefill": False},
         {"enable_prefix_caching": False, "enable_kernels": False},
-        {"tensor_parallel_size": 2, "max_num_seqs": 3},
+        pytest.param({"tensor_parallel_size": 2, "max_num_seqs": 3}, marks=pytest.mark.sweep),
     ],
     ids=str,
 )

@@ -72,7 +72,7 @@ def make_number_schema(rng):
 def test_numbers_obey_their_bounds():
     rng = random.Random(0)
     num_compiled = num_texts = 0
-    for _ in range(300):
+    for _ in range(150):
         schema = make_number_schema(rng)
         nodes = [schema, *schema.get("allOf", [])]
         bounds = [node[key] for node in nodes for key in schemas.BOUNDS if key in node]
@@ -90,8 +90,8 @@ def test_numbers_obey_their_bounds():
             is_fraction = "." in text and "multipleOf" in json.dumps(schema)
             if not is_fraction:  # jsonschema divides in floating point
                 jsonschema.validate(json.loads(text), schema)
-    assert num_compiled > 150
-    assert num_texts > 500
+    assert num_compiled > 75
+    assert num_texts > 250
 
 
 LEAVES = [True, {"const": 1}, {"enum": ["a", "b"]}, {"type": "boolean"}, {"type": "null"}]
@@ -122,7 +122,7 @@ def make_part(rng, depth):
 def test_objects_are_valid_and_never_stuck():
     rng = random.Random(0)
     num_texts = 0
-    for _ in range(150):
+    for _ in range(75):
         schema = make_object_schema(rng)
         try:
             matcher = compile(json=schema)
@@ -131,7 +131,7 @@ def test_objects_are_valid_and_never_stuck():
         for text in filter(None, [sample(matcher, rng) for _ in range(4)]):
             num_texts += 1
             jsonschema.validate(json.loads(text), schema)
-    assert num_texts > 100
+    assert num_texts > 50
 
 
 @pytest.mark.parametrize(

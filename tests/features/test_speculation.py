@@ -156,7 +156,7 @@ def test_a_rejected_draft_stalls_no_other_decode(policy):
     num_blocks=st.integers(11, 20),
     max_draft_len=st.integers(1, 4),
 )
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 def test_random_loads(loads, policy, num_blocks, max_draft_len):
     """Drafts change no token, and blocks with rejected tokens are never listed."""
     manager = BlockManager(num_blocks, 2)
