@@ -1,12 +1,13 @@
 """Compiles the grammar on stdin for tokens of one byte, and prints its error.
 
 A short grammar can take minutes to compile, and thousands of nested rules overflow the stack. The
-process of the engine could stop neither. The argument limits the CPU time, in seconds.
+process of the engine could stop neither. The arguments are the limit of CPU time, in seconds, and
+the path of the engine.
 """
 
 import sys
 
-sys.path.pop(0)  # this folder, whose modules could hide others
+sys.path = sys.argv[2:]  # that of the engine, where the packages are
 import os
 import resource
 import threading

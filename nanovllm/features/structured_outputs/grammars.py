@@ -5,7 +5,6 @@ its errors (grammar_check.py). LIMITS bound what a step takes. A sample that exc
 an error.
 """
 
-import os
 import subprocess
 import sys
 from collections import deque
@@ -119,11 +118,8 @@ class GrammarCheck:
 
     def run(self) -> None:
         """Raise ValueError for a grammar that is invalid, or could harm the engine."""
-        # The process finds packages where this one does, and its own folder comes first.
-        path = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONSAFEPATH": ""}
         with subprocess.Popen(
-            [sys.executable, "-X", "utf8", CHECK_PROGRAM, str(CPU_SECONDS)],
-            env={**os.environ, **path},
+            [sys.executable, "-I", "-X", "utf8", CHECK_PROGRAM, str(CPU_SECONDS), *sys.path],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
