@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from unittest.mock import patch
 
 import jsonschema
 import pytest
@@ -441,18 +442,12 @@ def test_invalid_parameters_are_named(value, complaint):
 
 def test_prepared_prompts_are_not_compiled_again(llm, monkeypatch):
     """add_request of a prepared prompt runs between two steps and must be fast."""
-    check = grammars.check_in_process
-    calls = []
-    monkeypatch.setattr(
-        grammars, "check_in_process", lambda *args: calls.append(args) or check(*args)
-    )
-    feature = grammars.StructuredOutputs
-    compile = feature._compile
-    monkeypatch.setattr(feature, "_compile", lambda *args: calls.append(args) or compile(*args))
     params = SamplingParams(structured_outputs={"choice": ["one", "two"]})
-    prepared = llm.prepare_prompts(["a"] * 3, params)
-    assert len(calls) == 2, "prompts share a grammar, which is checked and compiled"
-    assert llm.prepare_prompts([], params) == []
+    feature = find_feature(llm, grammars.StructuredOutputs)
+    with patch.object(feature, "_compile", side_effect=feature._compile) as compile:
+        prepared = llm.prepare_prompts(["a"] * 3, params)
+        assert llm.prepare_prompts([], params) == []
+    assert compile.call_count == 1, "prompts share a grammar"
     monkeypatch.setattr(grammars, "make_grammar", None)
     for each in prepared * 2:
         llm.add_prepared(each)

@@ -7,7 +7,7 @@ the path of the engine.
 
 import sys
 
-sys.path = sys.argv[2:]  # that of the engine, where the packages are
+sys.path.extend(sys.argv[2:])  # that of the engine, where the packages are
 import os
 import resource
 import threading
