@@ -318,8 +318,11 @@ def test_what_a_compilation_exceeds_is_named(llm):
 
 def test_a_grammar_is_checked_once_but_not_kept(llm, monkeypatch):
     run(llm, {"regex": "a" * 10**5}, max_tokens=1)
-    assert sum(map(len, grammars.checked_digests)) < 10**5
-    monkeypatch.setattr(subprocess, "Popen", None)
+    assert sum(map(len, grammars.checked)) < 10**5
+    for _ in range(2):
+        with pytest.raises(ValueError, match="Invalid type: foo"):
+            run(llm, {"json": {"type": "foo"}})
+        monkeypatch.setattr(subprocess, "Popen", None)
     run(llm, {"regex": "a" * 10**5}, max_tokens=1)
 
 

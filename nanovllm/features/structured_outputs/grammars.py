@@ -7,7 +7,6 @@ an error.
 
 import subprocess
 import sys
-from collections import deque
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import cached_property
@@ -103,8 +102,10 @@ class TokenTexts:
         return []
 
 
-# Digests of grammars that passed the check. Clients could prepare collisions of weaker hashes.
-checked_digests = deque[bytes](maxlen=1024)
+# Digest of a grammar that can be compiled without harm -> its error, "" if it is valid. Clients
+# could prepare collisions of weaker hashes.
+checked: dict[bytes, str] = {}
+MAX_CHECKED = 1024
 
 
 class GrammarCheck:
@@ -117,7 +118,7 @@ class GrammarCheck:
         self.is_cancelled = False
 
     def run(self) -> None:
-        """Raise ValueError for a grammar that is invalid, or could harm the engine."""
+        """Raise ValueError for a grammar that could harm the engine."""
         with subprocess.Popen(
             [sys.executable, "-I", "-X", "utf8", CHECK_PROGRAM, str(CPU_SECONDS), *sys.path],
             stdin=subprocess.PIPE,
@@ -134,9 +135,10 @@ class GrammarCheck:
         if code != 0:
             problem = f"needs more than {CPU_SECONDS} seconds of CPU time, or nests too deeply"
             raise ValueError(f"too complex to compile: {problem} (exit code {code}): simplify it")
-        if error:
-            raise ValueError(f"invalid or unsupported: {error.decode()[:MAX_ERROR_CHARS]}")
-        checked_digests.append(self.digest)
+        checked[self.digest] = error.decode()[:MAX_ERROR_CHARS]
+        if len(checked) > MAX_CHECKED:
+            first, *_ = list(checked)  # a copy, because other threads add to it
+            checked.pop(first, None)
 
     def cancel(self) -> None:
         """End the process, also if it is yet to start. Any thread may call this."""
@@ -154,5 +156,8 @@ run_check: ContextVar[Callable[[GrammarCheck], None]] = ContextVar(
 def check_in_process(grammar: str) -> None:
     """Raise ValueError for a grammar that is invalid, or could harm the engine."""
     check = GrammarCheck(grammar)
-    if check.digest not in checked_digests:
+    if check.digest not in checked:
         run_check.get()(check)
+    error = checked.get(check.digest)
+    if error:
+        raise ValueError(f"invalid or unsupported: {error}")
