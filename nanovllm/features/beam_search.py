@@ -15,6 +15,7 @@ The search ends when no running beam could replace a finished one at its current
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from heapq import nlargest
+from itertools import islice
 from operator import itemgetter
 
 from nanovllm.engine.input_processor import PreparedPrompt
@@ -73,14 +74,10 @@ class BeamSearch:
             self.finished = [replace(beam, finish_reason="error") for beam in self.running]
         unfinished = [beam for beam in best if beam.finish_reason is None]
         self.running = unfinished[: self.beam_width]
-        is_full = len(self.finished) == self.beam_width
-        # No running beam could replace a finished one at its current length.
-        if (
-            is_full
-            and self.running
-            and self._score(self.running[0]) <= self._score(self.finished[-1])
-        ):
-            self.running = []
+        if self.running and len(self.finished) == self.beam_width:
+            # No running beam could replace a finished one at its current length.
+            if self._score(self.running[0]) <= self._score(self.finished[-1]):
+                self.running = []
 
     def _extend(self, total: float, beam: Beam, token_id: int, logprob: float) -> Beam:
         token_ids = [*beam.token_ids, token_id]
@@ -110,12 +107,9 @@ def search_together(
                 PreparedPrompt(search.prompt.token_ids + beam.token_ids, params, {})
                 for beam in search.running
             ]
-        outputs = generate(prompts)
-        start = 0
+        outputs = iter(generate(prompts))
         for search in active:
-            end = start + len(search.running)
-            search.advance(outputs[start:end])
-            start = end
+            search.advance(list(islice(outputs, len(search.running))))
         active = [search for search in active if search.running]
 
 

@@ -65,7 +65,7 @@ class PromptScores(Feature):
     def prepared(self, step: Step, batch: Batch) -> Batch:
         """Add the rows of logits that score prompts."""
         all_entries = [find_entries(seq) for seq in step.seqs]
-        if all_entries.count(None) == len(all_entries):
+        if not any(all_entries):
             return batch
         rows: list[PromptRow | None] = []
         indices: list[int] = []

@@ -193,13 +193,11 @@ class Windows(Feature):
             self.pool.passed[block_id] = None
 
     def _cache(self, seq: Sequence, num_tokens: int) -> None:
-        """Cache the blocks that the first `num_tokens` tokens make full, and uncache later ones."""
+        """Cache the blocks that the first `num_tokens` tokens make full."""
         held = self.held[seq]
         num_full = num_tokens // self.block_size
         for index in range(held.num_cached, num_full):
             self.pool.cache_block(seq, index, int(self.tables[seq.lane, index]))
-        for index in range(num_full, held.num_cached):  # Drafts has discarded the step
-            self.pool.uncache(int(self.tables[seq.lane, index]))
         held.num_cached = num_full
 
     def stats(self) -> dict[str, int]:

@@ -25,7 +25,7 @@ from nanovllm.features.structured_outputs.grammar_writer import (
     NO_FORCING,
     naming_outputs,
 )
-from nanovllm.features.structured_outputs.grammars import compiles
+from nanovllm.features.structured_outputs.grammars import check_in_process
 from nanovllm.features.structured_outputs.schemas import write_schema
 from nanovllm.server.errors import JsonObject
 from nanovllm.text.chat_template import Tool, check_tools
@@ -141,9 +141,10 @@ def write_alternatives(tools: ToolChoice, grammar: str) -> str:
     def holds(each: list[Tool]) -> bool:
         try:
             with naming_outputs():
-                return compiles(write(each) + NO_FORCING)
+                check_in_process(write(each) + NO_FORCING)
         except ValueError:
             return False
+        return True
 
     held = tools.tools
     if not holds(held):

@@ -13,9 +13,9 @@ _LEGEND = (
     " tokens; !A: preemption"
 )
 _COUNTERS = (
-    "after the step: waiting requests; used, reusable (free, in the prefix cache), empty blocks"
+    "after the step: waiting requests; used, reusable (free, in the prefix cache), empty blocks;"
+    " window: used blocks of the second pool during the step, for layers with a sliding window"
 )
-_WINDOW = "window: used blocks of the second pool during the step, of {}"
 
 
 def render(steps: list[TracedStep], width: int = 100) -> str:
@@ -26,10 +26,8 @@ def render(steps: list[TracedStep], width: int = 100) -> str:
     rows["tokens"] = [str(step.info["num_tokens"]) for step in steps]
     for name in ("waiting", *BLOCK_STATES):
         rows[name] = [str(step.info[name]) for step in steps]
-    counters = [_COUNTERS]
     if "window_pool" in steps[0].info:
         rows["window"] = [str(step.info["window_pool"]["used"]) for step in steps]
-        counters.append(_WINDOW.format(steps[0].settings["num_window_blocks"]))
     widths = [max(map(len, column)) + 1 for column in zip(*rows.values())]
     num_shown = len([end for end in accumulate(widths) if end <= width - _NAME_WIDTH])
     lines: list[str] = []
@@ -37,12 +35,10 @@ def render(steps: list[TracedStep], width: int = 100) -> str:
         line = "".join(cell.ljust(size) for cell, size in zip(row, widths[:num_shown]))
         lines.append(f"{name:>8} |{line}".rstrip())
     lines.append("")
-    num_more = len(steps) - num_shown
-    if num_more:
-        more = "step does" if num_more == 1 else "steps do"
-        lines += wrap(f"{num_more} more {more} not fit: -o timeline.html shows all", width)
-    lines += [*wrap(_LEGEND, width), *wrap("; ".join(counters), width)]
-    return "\n".join(lines)
+    if num_shown < len(steps):
+        more = f"{num_shown} of {len(steps)} steps are shown: -o timeline.html shows all"
+        lines += wrap(more, width)
+    return "\n".join(lines + wrap(_LEGEND, width) + wrap(_COUNTERS, width))
 
 
 def _cell(step: TracedStep, lane: int) -> str:

@@ -60,7 +60,7 @@ def show_scheduling(model: str) -> list[list[TracedStep]]:
     for name, policy in POLICIES.items():
         with TemporaryDirectory() as directory:
             trace = Path(directory, "trace.json")
-            config = Config.from_options(model, trace=trace, policy=name, **OPTIONS)
+            config = Config.from_options(model, policy=name, **OPTIONS)
             with LLMEngine(config, [Recorder(TraceFile(trace))]) as engine:
                 if not timelines:
                     engine.add_feature(StepPrinter())
@@ -92,16 +92,15 @@ class StepPrinter(Feature):
         if self.number not in SHOWN_STEPS:
             return batch
         print(f"\nStep {self.number} as the model receives it (slot = block * 4 + position % 4)")
+        blocks = self.scheduler.block_manager.blocks
         for index, seq in enumerate(step.seqs):
             start, end = batch.cu_seqlens_q[index : index + 2].tolist()
-            num_cached = int(batch.positions[start])
             name = list(PROMPTS)[seq.seq_id]
-            print(f"  {name}: {num_cached} tokens in the KV cache, {end - start} to compute")
+            cached = int(batch.positions[start])
+            print(f"  {name}: {cached} tokens in the KV cache, {end - start} to compute")
             print(f"     block_table  {seq.block_table}")
             print(f"     slot_mapping {batch.slot_mapping[start:end].tolist()}")
-            blocks = self.scheduler.block_manager.blocks
-            uncached = [each for each in seq.block_table if not blocks[each].is_cached]
-            print(f"     not cached   {uncached}")
+            print(f"     not cached   {[i for i in seq.block_table if not blocks[i].is_cached]}")
         if self.number == SHOWN_STEPS[-1]:
             print(REMARK)
         return batch

@@ -109,13 +109,13 @@ def stream(llm, requests):
 
 NUM_EVENTS = 2500  # of a call, which are some steps of generate
 CALLS = {  # name -> call, steps before it, distance of the places that are tried
-    "a step": (step, 5, 1),
+    "a step": (step, 5, 2),
     "a first step": (step, 0, 8),
     "a reset": (step_after_interrupt, 5, 5),
     "abort": (abort, 5, 2),
     "add_request": (add, 1, 4),
     "generate": (generate, 0, 8),
-    "stream": (stream, 5, 8),
+    "stream": (stream, 5, 12),
 }
 
 

@@ -37,7 +37,7 @@ def check(tiny):
         {"num_kvcache_blocks": 13, "max_num_batched_tokens": 7},  # chunks and preemptions
         {"num_kvcache_blocks": 13, "enable_chunked_prefill": False},
         {"enable_prefix_caching": False, "enable_kernels": False},
-        {"tensor_parallel_size": 2, "max_num_seqs": 3},
+        pytest.param({"tensor_parallel_size": 2, "max_num_seqs": 3}, marks=pytest.mark.sweep),
     ],
     ids=str,
 )
@@ -61,15 +61,15 @@ def test_they_match_transformers(tiny, make_llm, check, options):
 
 def test_a_preempted_sequence_keeps_its_scores(make_llm, check):
     """It then reuses its own blocks up to the first prompt token that is not scored."""
-    llm = make_llm(max_num_batched_tokens=10)
+    llm = make_llm(max_num_batched_tokens=11)
     llm.add_request(LONGEST, SCORING)
     llm.step()
     llm.step()
     (seq,) = llm.scheduler.running
-    assert len(seq.prompt_logprobs) == 21
+    assert len(seq.prompt_logprobs) == 23
     llm.scheduler.preempt(seq)
     llm.step()
-    assert seq.num_computed_tokens == 20 + 10
+    assert seq.num_computed_tokens == 20 + 11
     while not llm.is_finished():
         outputs = llm.step()
     check(outputs[0])

@@ -37,7 +37,7 @@ from nanovllm.layers import attention as torch_backend
 from nanovllm.worker.cache_plan import CachePlan
 from nanovllm.worker.state_slots import StateSlots
 
-FREE = StepCosts(1.0, 1.0, per_token=0.0)  # drafts cost nothing
+FREE = StepCosts(per_token=0.0)  # drafts cost nothing
 
 
 def make_scheduler(drafts, block_manager, policy=Scheduler, has_states=False, **limits):
@@ -123,51 +123,31 @@ def test_drafts_take_what_a_step_leaves_unused():
     assert scheduler.num_preemptions == 0
 
 
-def test_nan_logits_with_a_draft_are_recomputed_without_it():
-    """Attention multiplies masked values by 0, so NaN of a draft token reaches those before it."""
+def test_nan_logits_end_a_sequence_after_its_valid_tokens():
     manager = BlockManager(9, 4)
-    drafts = draft_sevens()
-    drafts.costs = StepCosts(1.0, 0.1, per_token=0.0)
-    scheduler = make_scheduler(drafts, manager, max_num_seqs=1, max_num_batched_tokens=16)
+    scheduler = make_scheduler(draft_sevens(), manager, max_num_seqs=1, max_num_batched_tokens=16)
     seq = Sequence(0, [1, 2], SamplingParams())
     scheduler.add(seq)
-    for num_tokens, samples, num_listed in [
-        (2, [7], 0),
-        (8, [7] + [-1] * 7, 0),  # the first token is valid
-        (8, [-1] * 8, 0),
-        (1, [7], 1),
-    ]:
-        assert run_step(scheduler, [samples]) == {0: num_tokens}
-        assert len(manager.hash_to_block_id) == num_listed
-    assert seq.token_ids == [1, 2, 7, 7, 7]
-
-
-def start_two_sequences(policy, has_states):
-    """A scheduler that has computed two prompts. Only the first sequence has drafts."""
-    drafts = draft_sevens()
-    limits = {"max_num_seqs": 2, "max_num_batched_tokens": 6}
-    scheduler = make_scheduler(drafts, BlockManager(9, 4), policy, has_states, **limits)
-    scheduler.add(Sequence(0, [1, 2, 3], SamplingParams()))
-    scheduler.add(Sequence(1, [1, 2, 3], SamplingParams(presence_penalty=1.0)))
-    assert run_step(scheduler) == {0: 3, 1: 3}
-    return scheduler
-
-
-@pytest.mark.parametrize("policy", [Scheduler, PrefillFirstScheduler])
-def test_nan_logits_with_a_draft_stall_no_other_decode(policy):
-    scheduler = start_two_sequences(policy, has_states=False)
-    assert run_step(scheduler, [[-1] * 5]) == {0: 5, 1: 1}
-    assert run_step(scheduler) == {0: 1, 1: 1}
+    assert run_step(scheduler, [[7]]) == {0: 2}
+    assert run_step(scheduler, [[7, 7] + [-1] * 6]) == {0: 8}
+    assert (seq.token_ids, seq.finish_reason) == ([1, 2, 7, 7, 7], "error")
+    assert not manager.hash_to_block_id
+    assert len(manager.free_block_ids) == 9
 
 
 @pytest.mark.parametrize("policy", [Scheduler, PrefillFirstScheduler])
 def test_a_rejected_draft_stalls_no_other_decode(policy):
     """With recurrent states, the next step of its sequence recomputes a token and has no draft."""
-    scheduler = start_two_sequences(policy, has_states=True)
+    drafts = draft_sevens()
+    limits = {"max_num_seqs": 2, "max_num_batched_tokens": 6}
+    scheduler = make_scheduler(drafts, BlockManager(9, 4), policy, has_states=True, **limits)
+    scheduler.add(Sequence(0, [1, 2, 3], SamplingParams()))
+    scheduler.add(Sequence(1, [1, 2, 3], SamplingParams(presence_penalty=1.0)))  # has no drafts
+    assert run_step(scheduler) == {0: 3, 1: 3}
     for _ in range(3):
         assert run_step(scheduler) == {0: 5, 1: 1}
         assert run_step(scheduler) == {0: 2, 1: 1}
-    assert scheduler.features[0].num_accepted_tokens == 0
+    assert drafts.num_accepted_tokens == 0
 
 
 @given(
@@ -176,7 +156,7 @@ def test_a_rejected_draft_stalls_no_other_decode(policy):
     num_blocks=st.integers(11, 20),
     max_draft_len=st.integers(1, 4),
 )
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 def test_random_loads(loads, policy, num_blocks, max_draft_len):
     """Drafts change no token, and blocks with rejected tokens are never listed."""
     manager = BlockManager(num_blocks, 2)
@@ -298,8 +278,8 @@ def choose(decodes, costs=FREE, budget=100):
     "options, expected",
     [
         ({}, [[2, 3, 1, 2], [2, 3, 1, 2]]),  # free, so all of them
-        ({"costs": StepCosts(1.0, 1.0, per_token=0.25)}, [[2, 3, 1, 2], []]),
-        ({"costs": StepCosts(1.0, 5.0, per_token=0.0)}, [[], []]),  # a decode has a CUDA graph
+        ({"costs": StepCosts(per_token=0.2)}, [[2, 3, 1, 2], []]),
+        ({"costs": StepCosts(per_token=9.0)}, [[], []]),
         ({"budget": 3}, [[2, 3, 1], []]),
     ],
     ids=str,
@@ -339,16 +319,22 @@ def test_acceptance_rates_are_learned():
     assert proposal.acceptance_rate == pytest.approx(0.9 - 0.5 * 0.9**3), "judges one token"
 
 
-@pytest.mark.parametrize("max_num_batched_tokens", [2, 12, 100])
-def test_costs_of_steps_are_measured(monkeypatch, max_num_batched_tokens):
-    """On a worker whose steps take 10 seconds, 5 more without a CUDA graph, and one per token."""
+@pytest.mark.parametrize(
+    "max_num_batched_tokens, launch, per_token",
+    [(1, 0.0, 0.0), (12, 0.0, 0.1), (100, 0.0, 0.1), (100, 20.0, 0.6)],
+)
+def test_costs_of_steps_are_measured(monkeypatch, max_num_batched_tokens, launch, per_token):
+    """On a worker whose steps take 9 seconds, and one more for each token.
+
+    With `launch`, a step of one token has a CUDA graph, and larger ones have none.
+    """
     clock = [0.0]
     monkeypatch.setattr(timeit, "repeat", partial(timeit.repeat, timer=lambda: clock[0]))
 
     def execute(batch):
         num_tokens = len(batch.input_ids)
         assert num_tokens <= max_num_batched_tokens
-        clock[0] += 10.0 + num_tokens + (5.0 if batch.max_seqlen_q > 1 else 0.0)
+        clock[0] += 9.0 + num_tokens + (launch if num_tokens > 1 else 0.0)
         return torch.zeros(len(batch.logits_indices), 1)
 
     worker = SimpleNamespace(
@@ -360,9 +346,7 @@ def test_costs_of_steps_are_measured(monkeypatch, max_num_batched_tokens):
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=64,
     )
-    costs = measure_costs(worker, max_draft_len=4)
-    fixed = 10.0 if max_num_batched_tokens == 2 else 15.0
-    assert costs == StepCosts(10.0, fixed, per_token=1.0)
+    assert measure_costs(worker, 4) == StepCosts(pytest.approx(per_token))
 
 
 def test_the_backend_limits_drafts(make_llm, monkeypatch):

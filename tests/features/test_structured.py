@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from unittest.mock import patch
 
 import jsonschema
 import pytest
@@ -40,26 +41,16 @@ TREE = {
     },
 }
 SCHEMAS = [
-    {"type": "boolean"},
     {"type": "integer", "minimum": -5, "maximum": 99},
-    {"type": "integer", "multipleOf": 7},
-    {"type": "number"},
-    {"type": ["integer", "null"]},
-    {"type": "string", "minLength": 3, "maxLength": 5},
+    {"type": ["number", "null"]},
     {"type": "string", "pattern": "^[a-c]+x$", "maxLength": 20},
-    {"type": "string", "format": "date"},
     {"type": "string", "format": "date-time"},
-    {"enum": [1, "two", None, True, [3], {"four": 5}]},
-    {"enum": ["é", "日本", '"quoted"', "back\\slash", "line\nbreak", "😀"]},
-    {"const": {"a": [1, {"b": None}]}},
-    {"type": "array", "items": {"type": "integer"}, "maxItems": 3},
+    {"enum": ["é", "日本", '"quoted"', "back\\slash", "line\nbreak", "😀", None, {"four": [5]}]},
     {"type": "array", "prefixItems": [{"type": "boolean"}, {"const": 1}], "items": False},
     {"type": "array", "items": PAIR, "maxItems": 2},
     {**PAIR, "additionalProperties": {"type": "null"}},
-    {"type": "object", "properties": {"p": PAIR}, "required": ["p"], "additionalProperties": False},
     {"type": "object", "patternProperties": {"^k[0-9]$": SHORT}, "additionalProperties": False},
     {"anyOf": [{"type": "boolean"}, {"type": "integer", "minimum": 0, "maximum": 9}]},
-    {"allOf": [{"type": "integer", "minimum": 0}, {"maximum": 20}]},
     {"allOf": [PAIR, {"required": ["b"]}]},
     TREE,
 ]
@@ -132,16 +123,16 @@ def test_json_validates(make, monkeypatch, model):
         SamplingParams(
             max_tokens=120, structured_outputs=StructuredOutputsParams(json=schema), seed=i
         )
-        for i, schema in enumerate(SCHEMAS)
+        for i, schema in enumerate(SCHEMAS * 2)
     ]
-    outputs = llm.generate(["a b"] * len(SCHEMAS), params, use_tqdm=False)
+    outputs = llm.generate(["a b"] * len(params), params, use_tqdm=False)
     num_ended = 0
-    for schema, output in zip(SCHEMAS, outputs):
+    for schema, output in zip(SCHEMAS * 2, outputs):
         assert output["finish_reason"] in ("stop", "length"), schema
         if output["finish_reason"] == "stop":
             jsonschema.validate(json.loads(output["text"]), schema)
             num_ended += 1
-    assert num_ended > len(SCHEMAS) / 2
+    assert num_ended > len(SCHEMAS)
     assert llm.stats["num_preemptions"] > 0
     check_invariants(llm)
 
@@ -160,19 +151,20 @@ def test_a_constraint_that_the_text_meets_changes_no_token(make, regex):
 
 def test_regex_choice_and_grammar(llm):
     choice = ["", "red", 'a "b"', "line\nbreak", "é日😀"]
-    for seed in range(8):
-        output = run(llm, {"regex": REGEX}, seed=seed)
-        assert re.fullmatch(REGEX, output["text"]) and output["finish_reason"] == "stop"
-        output = run(llm, {"choice": choice}, seed=seed)
-        assert output["text"] in choice and output["finish_reason"] == "stop"
-        output = run(llm, {"grammar": GRAMMAR}, seed=seed)
-        depth = output["text"].count("(")
-        assert re.fullmatch(rf"\({{{depth}}}\d{{1,3}}\){{{depth}}}", output["text"])
+    settings = {"n": 8, "seed": 1, "max_tokens": 200}
+    kinds = [{"regex": REGEX}, {"choice": choice}, {"grammar": GRAMMAR}]
+    params = [SamplingParams(structured_outputs=kind, **settings) for kind in kinds]
+    outputs = llm.generate(["a b"] * 3, params, use_tqdm=False)
+    assert {output["finish_reason"] for output in outputs} == {"stop"}
+    texts = [output["text"] for output in outputs]
+    assert all(re.fullmatch(REGEX, text) for text in texts[:8])
+    assert {*texts[8:16]} <= {*choice} and len({*texts[8:16]}) > 1
+    for text in texts[16:]:
+        depth = text.count("(")
+        assert re.fullmatch(rf"\({{{depth}}}\d{{1,3}}\){{{depth}}}", text)
     many = [f"{number} x" for number in range(9999)]
     output = run(llm, {"choice": many})
     assert output["text"] in many and output["finish_reason"] == "stop"
-    texts = {run(llm, {"choice": choice}, seed=seed)["text"] for seed in range(40)}
-    assert len(texts) > 1
 
 
 def test_end_of_the_grammar_ends_the_text_without_eos(llm):
@@ -288,41 +280,16 @@ def test_drafts_are_verified_with_the_grammar(make):
     assert 0 < drafting.stats["num_accepted_tokens"] < drafting.stats["num_draft_tokens"]
 
 
-@pytest.mark.parametrize("step", [1, 6])
-def test_interrupted_steps_are_rolled_back(make, expected, monkeypatch, step):
-    llm = make()
-    prompts, params = mixed_batch()
-    for prompt, each in zip(prompts, params):
-        llm.add_request(prompt, each)
-    for _ in range(step):
-        llm.step()
-    requests = llm._list_requests()
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(llm, "_commit", raise_interrupt)  # matchers have consumed the new tokens
-        llm.step()
-    while not llm.is_finished():
-        llm.step()
-    for request in requests:
-        ids = request.token_ids[request.num_prompt_tokens :]
-        assert ids == expected[request.seq_id]
-
-
-def raise_interrupt(*_):
-    raise KeyboardInterrupt
-
-
 # --- Hostile and invalid grammars
 
 DEEP_DICT: dict = {}
 for _ in range(5000):
     DEEP_DICT = {"items": DEEP_DICT}
+ENDLESS = "start: A\nA: " + " & ".join(f"/.*a.{{{i}}}b.*/" for i in range(10, 40))
 HOSTILE = {
     "deep dict": {"json": DEEP_DICT},
     "deep rules": {"grammar": "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(9000))},
     "deep regex": {"regex": "(" * 20000 + "a" + ")" * 20000},
-    "endless compilation": {
-        "grammar": "start: A\nA: " + " & ".join(f"/.*a.{{{i}}}b.*/" for i in range(10, 40))
-    },
     "remainders": {"json": {"type": "integer", "multipleOf": 10000019}},
     "combinations": {
         "json": {
@@ -345,13 +312,17 @@ def test_what_a_compilation_exceeds_is_named(llm):
     with pytest.raises(ValueError, match=r"structured_outputs: too complex .*\(exit code -11"):
         run(llm, {"grammar": f'start: r0\n{rules}\nr1000: "a"'})
     with pytest.raises(ValueError, match="more than 2 seconds of CPU time.*: simplify it"):
-        run(llm, HOSTILE["endless compilation"])
+        run(llm, {"grammar": ENDLESS})
+    assert not llm.requests
 
 
 def test_a_grammar_is_checked_once_but_not_kept(llm, monkeypatch):
     run(llm, {"regex": "a" * 10**5}, max_tokens=1)
-    assert sum(map(len, grammars.checked_digests)) < 10**5
-    monkeypatch.setattr(subprocess, "Popen", None)
+    assert sum(map(len, grammars.checked)) < 10**5
+    for _ in range(2):
+        with pytest.raises(ValueError, match="Invalid type: foo"):
+            run(llm, {"json": {"type": "foo"}})
+        monkeypatch.setattr(subprocess, "Popen", None)
     run(llm, {"regex": "a" * 10**5}, max_tokens=1)
 
 
@@ -363,7 +334,13 @@ def test_modules_beside_the_check_hide_no_others(tmp_path, monkeypatch):
     grammars.check_in_process("start: /hidden/")
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+SLOW = ("remainders", "combinations", "many values")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.sweep if name in SLOW else ()) for name in HOSTILE],
+)
 @pytest.mark.filterwarnings("ignore:request:RuntimeWarning")
 def test_hostile_grammar_costs_its_own_request(llm, expected, name):
     """The engine rejects it, or the request ends, and another request gets its tokens."""
@@ -468,18 +445,12 @@ def test_invalid_parameters_are_named(value, complaint):
 
 def test_prepared_prompts_are_not_compiled_again(llm, monkeypatch):
     """add_request of a prepared prompt runs between two steps and must be fast."""
-    check = grammars.check_in_process
-    calls = []
-    monkeypatch.setattr(
-        grammars, "check_in_process", lambda *args: calls.append(args) or check(*args)
-    )
-    feature = grammars.StructuredOutputs
-    compile = feature._compile
-    monkeypatch.setattr(feature, "_compile", lambda *args: calls.append(args) or compile(*args))
     params = SamplingParams(structured_outputs={"choice": ["one", "two"]})
-    prepared = llm.prepare_prompts(["a"] * 3, params)
-    assert len(calls) == 2, "prompts share a grammar, which is checked and compiled"
-    assert llm.prepare_prompts([], params) == []
+    feature = find_feature(llm, grammars.StructuredOutputs)
+    with patch.object(feature, "_compile", side_effect=feature._compile) as compile:
+        prepared = llm.prepare_prompts(["a"] * 3, params)
+        assert llm.prepare_prompts([], params) == []
+    assert compile.call_count == 1, "prompts share a grammar"
     monkeypatch.setattr(grammars, "make_grammar", None)
     for each in prepared * 2:
         llm.add_prepared(each)

@@ -64,7 +64,7 @@ class Simulation:
         self.scheduler = POLICIES[policy](blocks, num_lanes, budget)
         self.drafts = Drafts()
         self.drafts.max_draft_len = draft_len
-        self.drafts.costs = StepCosts(1.0, 1.0, per_token=0.0)
+        self.drafts.costs = StepCosts(per_token=0.0)
         self.windows = Windows()
         executor = SimpleNamespace(worker=worker)
         assert self.windows.start(SimpleNamespace(executor=executor, scheduler=self.scheduler))
@@ -106,6 +106,14 @@ class Simulation:
         for seq, _, num_logits in step:
             ends = range(len(seq.token_ids) - num_logits + 1, len(seq.token_ids) + 1)
             sampled.append([sum(seq.token_ids[:end][-2:]) % 3 for end in ends])
+        info, described = self.windows.describe(step)
+        assert sum(info["window_pool"].values()) == self.windows.pool.num_blocks
+        for seq, facts in described.items():
+            start = facts["window_start"]
+            assert start == self.windows.held[seq].start
+            for index, block_id in enumerate(facts["window_blocks"], start):
+                assert block_id == self.find_id(seq, index)
+            assert start + len(facts["window_blocks"]) == self.windows.held[seq].end
         finish_step(self.scheduler, step, sampled)
         check_windows(self.windows)
 
@@ -138,7 +146,7 @@ LOADS = st.tuples(st.integers(0, 2), st.integers(1, 40), st.integers(1, 30))
     enable_prefix_caching=st.booleans(),
     aborted=st.sets(st.integers(0, 30), max_size=3),
 )
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=120, deadline=None, derandomize=True)
 def test_every_token_that_a_query_attends_to_is_there(loads, aborted, **options):
     """And the pool never runs out, although it is as small as planned."""
     if options["policy"] == "prefill_first":
@@ -226,21 +234,6 @@ def test_a_sequence_with_nan_leaves_nothing_to_hit():
     assert not simulation.windows.pool.hash_to_block_id
 
 
-def test_a_discarded_step_leaves_nothing_to_hit():
-    """A draft token can be the cause of its NaN. The block that the newest token fills has NaN."""
-    simulation = Simulation(window=6, draft_len=3, budget=40)
-    scheduler = simulation.scheduler
-    seq = Sequence(0, [1, 2, 3, 4, 5, 1, 2], SamplingParams())
-    scheduler.add(seq)
-    finish_step(scheduler, scheduler.schedule(), [[3]])
-    finish_step(scheduler, scheduler.schedule(), [[-1] * 4])
-    assert seq.num_computed_tokens == 7  # as before the step
-    assert simulation.windows.pool.find_block(seq, 1) is None
-    check_windows(simulation.windows)
-    finish_step(scheduler, scheduler.schedule(), [[4]])
-    assert simulation.windows.pool.find_block(seq, 1) is not None
-
-
 def test_the_end_of_a_shared_prompt_is_evicted_after_the_middle_of_a_long_text():
     simulation = Simulation(window=6, num_lanes=4, num_blocks=500)
     system_prompt = list(range(20))
@@ -256,27 +249,23 @@ def test_the_end_of_a_shared_prompt_is_evicted_after_the_middle_of_a_long_text()
 # --- models
 
 
-def test_a_window_that_covers_max_model_len_needs_no_second_pool(tmp_path):
-    make_family(tmp_path, "mistral-window", sliding_window=20)
-    prompt = random_prompt(1, 12)
-    results = []
-    for max_model_len in (20, 21):
-        with LLM(tmp_path, max_model_len=max_model_len, kvcache_block_size=4) as llm:
-            results.append(generate_ids(llm, [prompt], greedy(8)))
-            assert (find_feature(llm, Windows) is None) == (max_model_len == 20)
-            assert (llm.stats["num_window_blocks"] == 0) == (max_model_len == 20)
-    assert results[0] == results[1]
-
-
-def test_a_window_that_covers_the_first_pool_needs_no_second_one(tmp_path):
-    """It would have windows of 20 tokens for each lane, and no sequence gets as long."""
+@pytest.mark.parametrize(
+    "options, larger",
+    [
+        ({"max_model_len": 20}, {"max_model_len": 21}),
+        # Each lane would have windows of 20 tokens, and no sequence gets as long.
+        ({"num_kvcache_blocks": 5}, {"num_kvcache_blocks": 6}),
+    ],
+    ids=str,
+)
+def test_a_window_that_covers_all_tokens_needs_no_second_pool(tmp_path, options, larger):
     oracle = make_family(tmp_path, "gemma3", sliding_window=20)
     prompt = random_prompt(1, 12)
-    for num_blocks in (5, 6):
-        with LLM(tmp_path, num_kvcache_blocks=num_blocks, kvcache_block_size=4) as llm:
+    for each, has_windows in ((options, False), (larger, True)):
+        with LLM(tmp_path, kvcache_block_size=4, **each) as llm:
             assert generate_ids(llm, [prompt], greedy(8)) == [oracle(prompt, 8)]
-            assert llm.max_model_len == 4 * num_blocks
-            assert (find_feature(llm, Windows) is None) == (num_blocks == 5)
+            assert (find_feature(llm, Windows) is not None) == has_windows
+            assert (llm.stats["num_window_blocks"] > 0) == has_windows
 
 
 def test_engine_alone_rejects_windows(tmp_path):
@@ -353,7 +342,11 @@ def generate_amid_nan(llm, prompts, params):
     "name, options",
     [
         ("gemma3", dict(max_num_batched_tokens=9, num_speculative_tokens=3)),
-        ("gemma3", dict(enable_kernels=False, tensor_parallel_size=2, max_num_batched_tokens=33)),
+        pytest.param(
+            "gemma3",
+            dict(enable_kernels=False, tensor_parallel_size=2, max_num_batched_tokens=33),
+            marks=pytest.mark.sweep,
+        ),
         ("gemma3", dict(num_kvcache_blocks=50, max_num_batched_tokens=50)),
         ("mistral-window", dict(max_num_seqs=2, policy="prefill_first")),
         ("ministral-windows", dict(enable_prefix_caching=False, kvcache_block_size=3)),

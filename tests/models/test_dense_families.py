@@ -40,7 +40,7 @@ def test_options_change_no_token(tmp_path, name):
     for with_kernels in (False, True):
         options = {"num_speculative_tokens": 4, "enable_chunked_prefill": False}
         llm = LLM(tmp_path, **POOL, **options, enable_kernels=with_kernels)
-        find_feature(llm, Drafts).costs = StepCosts(1.0, 1.0, per_token=0.0)
+        find_feature(llm, Drafts).costs = StepCosts(per_token=0.0)
         for _ in range(2):
             assert generate_ids(llm, prompts, greedy(20)) == expected
             check_invariants(llm)

@@ -84,7 +84,7 @@ def test_grid(gemma, budget, num_blocks, num_drafts, is_chunked, is_caching, wit
         tensor_parallel_size=size,
     ) as llm:
         if num_drafts > 0:
-            find_feature(llm, Drafts).costs = StepCosts(1.0, 1.0, per_token=0.0)
+            find_feature(llm, Drafts).costs = StepCosts(per_token=0.0)
         for _ in range(2):
             assert generate_ids(llm, prompts, params) == expected
             check_invariants(llm)

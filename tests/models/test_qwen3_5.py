@@ -291,7 +291,7 @@ def let_draft(llm, answers, is_right):
         return SimpleNamespace(propose=propose)
 
     drafts = find_feature(llm, Drafts)
-    drafts.costs = StepCosts(1.0, 1.0, per_token=0.0)
+    drafts.costs = StepCosts(per_token=0.0)
     drafts.make_proposer = make_proposer
 
 

@@ -206,7 +206,7 @@ def draft(picture):
     """
     drafts = Drafts()
     with start_engine(drafts, num_speculative_tokens=4, **OPTIONS) as engine:
-        drafts.costs = StepCosts(1, 1, 0)  # as if draft tokens cost nothing, on any machine
+        drafts.costs = StepCosts(per_token=0.0)  # as if draft tokens cost nothing, on any machine
         prompt = "<|im_start|>user\nIs 162 odd or even?<|im_end|>\n<|im_start|>assistant\n"
         engine.add_request(prompt, GREEDY)
         for _ in range(3):
@@ -241,12 +241,12 @@ def grammar(picture):
     outputs = StructuredOutputsParams(regex="-?[0-9]+")
     tokens = ["-", "4", "7", "x", "<|im_end|>"]
     with start_engine(structured) as engine:
-        constraint = structured.prepare(SamplingParams(structured_outputs=outputs), 1)
+        fields = structured.prepare(SamplingParams(structured_outputs=outputs), 1)
         ids = engine.tokenizer.convert_tokens_to_ids(tokens)
     masks = []
     for num_generated in range(3):
-        constraint.restart(ids[:num_generated])
-        masks.append(list_tokens(compute_mask(constraint.matcher)))
+        fields["constraint"].restart(ids[:num_generated])
+        masks.append(list_tokens(compute_mask(fields["constraint"].matcher)))
     for x, state, mask in zip((140, 360, 580), ("start", "after -", "after a digit"), masks):
         picture.box(x, 70, 120, 26, "A", state)
         picture.text(x, 304, f"{len(mask)} of 768 tokens")

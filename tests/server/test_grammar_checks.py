@@ -142,7 +142,7 @@ def test_a_body_is_parsed_again_after_the_check_of_its_grammar(monkeypatch):
         return checks.setdefault(grammar, StubCheck(grammar.encode()))
 
     monkeypatch.setattr(grammars, "GrammarCheck", make_check)
-    monkeypatch.setattr(grammars, "checked_digests", [b"known"])
+    monkeypatch.setattr(grammars, "checked", {b"known": ""})
     parsed = []
 
     def prepare(grammar):
@@ -160,7 +160,7 @@ def test_a_body_is_parsed_again_after_the_check_of_its_grammar(monkeypatch):
         while len(checks) < 2:
             await asyncio.sleep(0.001)
         assert await asyncio.wait_for(call("known"), 60) == "known"
-        grammars.checked_digests.append(b"valid")
+        grammars.checked[b"valid"] = ""
         checks["invalid"].problem = ValueError("too complex")
         for check in checks.values():
             check.released.set()
@@ -176,9 +176,9 @@ def test_the_problem_of_one_grammar_is_not_that_of_another(monkeypatch):
     """A body may need several. Tools whose grammars have problems take any object."""
     checks = {name: StubCheck(name.encode()) for name in ("bad", "good")}
     monkeypatch.setattr(grammars, "GrammarCheck", checks.get)
-    monkeypatch.setattr(grammars, "checked_digests", [])
+    monkeypatch.setattr(grammars, "checked", {})
     checks["bad"].problem = ValueError("too complex")
-    checks["good"].run = lambda: grammars.checked_digests.append(b"good")
+    checks["good"].run = lambda: grammars.checked.update({b"good": ""})
     checks["bad"].released.set()
 
     def prepare():

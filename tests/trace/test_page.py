@@ -165,7 +165,7 @@ def serve_drafts(llm):
     answer = prompt + llm.generate(prompt, greedy(20), use_tqdm=False)[0]["token_ids"]
     drafts = find_feature(llm, Drafts)
     drafts.make_proposer = lambda token_ids: Proposer(token_ids, answer)
-    drafts.costs = StepCosts(1.0, 1.0, per_token=0.0)
+    drafts.costs = StepCosts(per_token=0.0)
     llm.generate(prompt, greedy(20), use_tqdm=False)
 
 
@@ -173,7 +173,7 @@ def serve_drafts_between_prompts(llm):
     """Sequences with rejected drafts wait, because new prompts go first."""
     drafts = find_feature(llm, Drafts)
     drafts.make_proposer = lambda token_ids: Proposer(token_ids, [])
-    drafts.costs = StepCosts(1.0, 1.0, per_token=0.0)
+    drafts.costs = StepCosts(per_token=0.0)
     llm.add_request(random_prompt(2, 13), greedy(30))
     for number in count():
         if llm.is_finished():

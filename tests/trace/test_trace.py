@@ -17,8 +17,6 @@ from project_helpers import SMALL, reject
 from nanovllm import DEMO_MODEL, LLM, SamplingParams, trace
 from nanovllm.features.speculation.costs import StepCosts
 from nanovllm.features.speculation.drafts import Drafts
-from nanovllm.features.structured_outputs.masks import compute_mask, list_tokens
-from nanovllm.features.windows import Windows
 from nanovllm.trace.__main__ import main as trace_main
 from nanovllm.trace.recorder import Recorder
 
@@ -68,17 +66,7 @@ def check_trace(path, llm):
 # --- The file
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {
-            "policy": "prefill_first",
-            "max_num_batched_tokens": 64,
-            "tensor_parallel_size": 2,
-        },
-    ],
-)
+@pytest.mark.parametrize("options", [{}, {"policy": "prefill_first", "max_num_batched_tokens": 64}])
 def test_it_is_true_after_every_step(tiny, path, options):
     with LLM(tiny[0], trace=path, **{**SMALL, **options}) as llm:
         assert json.loads(path.read_bytes())  # before the first step
@@ -197,92 +185,49 @@ def test_each_text_is_recorded_once_and_cannot_end_the_page(path):
 def test_the_choice_of_a_grammar_is_recorded(path):
     """Also in steps with drafts, where it concerns the first of several tokens."""
     text = "a b " * 4 + "a"
-    params = SamplingParams(temperature=0.0, structured_outputs={"regex": "( [a-c])+"})
-    allowed = []
-    preferred = []
+    params = SamplingParams(temperature=0.0, structured_outputs={"regex": "( a b)+"})
     with LLM(DEMO_MODEL, trace=path, num_speculative_tokens=2, **SMALL) as llm:
-        drafts = find_feature(llm, Drafts)
-        drafts.costs = StepCosts(1.0, 1.0, per_token=0.0)
-        sample = llm.model_runner.sample
-
-        def sample_and_keep(logits, step):
-            rows, _ = step.list_rows()
-            row = rows.index(constrained)
-            allowed.append(list_tokens(compute_mask(constrained.constraint.matcher)))
-            preferred.append(logits[row].topk(12).indices.tolist())
-            return sample(logits, step)
-
-        llm.model_runner.sample = sample_and_keep
+        find_feature(llm, Drafts).costs = StepCosts(per_token=0.0)
         free = llm.add_request(text, greedy(30))
-        (constrained,) = llm.requests[llm.add_request(text, params)]
+        llm.add_request(text, params)
         while not llm.is_finished():
             llm.step()
         assert llm.stats["num_accepted_tokens"]
-    works = {free: [], constrained.seq_id: []}
-    for step in trace.read(path):
-        for work in step.lanes.values():
-            works[work["request_id"]].append(work)
-    assert not any("allowed_token_ids" in work for work in works[free])
-    recorded = works[constrained.seq_id]
-    assert [work["preferred_token_ids"] for work in recorded] == preferred
-    assert [sorted(work["allowed_token_ids"]) for work in recorded] == allowed
-    for work in recorded:
-        assert work["num_allowed_tokens"] == len(work["allowed_token_ids"])
-        assert work["allowed_token_ids"][0] == work["new_token_ids"][0]
+    works = [work for step in trace.read(path) for work in step.lanes.values()]
+    assert not any("allowed_token_ids" in work for work in works if work["request_id"] == free)
+    num_forbidden = 0  # steps in which the model prefers another token
+    for work in works:
+        if work["request_id"] != free:
+            allowed = work["allowed_token_ids"]
+            assert work["num_allowed_tokens"] == len(allowed)
+            assert allowed[0] == work["new_token_ids"][0]
+            likely = [each for each in work["preferred_token_ids"] if each in allowed]
+            assert likely == allowed[: len(likely)], "both begin with the most probable one"
+            assert len(work["preferred_token_ids"]) == 12
+            if work["preferred_token_ids"][0] not in allowed:
+                num_forbidden += 1
+    assert num_forbidden > 0
 
 
 # --- Windows
 
 
-@pytest.fixture(scope="module")
-def windows(tmp_path_factory):
-    """A trace of a model with windows of 8 tokens, and the states of the engine in its steps."""
-    path = tmp_path_factory.mktemp("windows")
-    make_family(path, "gemma3")
-    states = []
-    with LLM(path, trace=path / "trace.json", num_speculative_tokens=3, **SMALL) as llm:
-        windows = find_feature(llm, Windows)
-        pool = windows.pool
-        read = llm.model_runner.read
-
-        def keep_state(sampled):
-            rows = {}
-            for seq in sampled.step.seqs:
-                window = windows.held[seq]
-                ids = windows.tables[seq.lane, window.start : window.end].tolist()
-                rows[seq.lane] = (window.start, ids)
-            reusable = [i for i in pool.free_block_ids if pool.blocks[i].is_cached]
-            num_free = len(pool.free_block_ids)
-            counts = [pool.num_blocks - num_free, len(reusable), num_free - len(reusable)]
-            states.append((rows, counts))
-            return read(sampled)
-
-        llm.model_runner.read = keep_state
-        drafts = find_feature(llm, Drafts)
-        drafts.costs = StepCosts(1.0, 1.0, per_token=0.0)
-        generate_ids(llm, [*PROMPTS, random_prompt(5, 6) * 4], greedy(14))
-        assert llm.stats["num_preemptions"]
-        assert llm.stats["num_draft_tokens"]
-    return path / "trace.json", states
-
-
-def test_blocks_of_the_second_pool_are_recorded(windows):
-    """Those that the sequences hold while a step runs, and how many are used."""
-    path, states = windows
+def test_blocks_of_the_second_pool_are_counted(path, tmp_path):
+    """The simulation in test_windows.py checks which blocks they are."""
+    make_family(tmp_path, "gemma3")
+    with LLM(tmp_path, trace=path, **SMALL) as llm:
+        generate_ids(llm, PROMPTS, greedy(14))
     steps = trace.read(path)
     assert steps[0].settings["window"] == 8
-    for step, (rows, counts) in zip(steps, states, strict=True):
-        assert step.settings["num_window_blocks"] == sum(counts)
-        assert list(step.info["window_pool"].values()) == counts
-        works = {
-            lane: (work["window_start"], work["window_blocks"]) for lane, work in step.lanes.items()
-        }
-        assert works == rows
-    assert max(start for rows, _ in states for start, _ in rows.values()) > 3
-    assert len({counts[1] for _, counts in states}) > 3
+    counts = [step.info["window_pool"] for step in steps]
+    num_blocks = steps[0].settings["num_window_blocks"]
+    assert {sum(each.values()) for each in counts} == {num_blocks}
+    assert len({each["reusable"] for each in counts}) > 3
     events = json.loads(path.read_bytes())
-    counters = [event["args"] for event in events if event["name"] == "window blocks"]
-    assert counters == [step.info["window_pool"] for step in steps]
+    assert [each["args"] for each in events if each["name"] == "window blocks"] == counts
+    lines = trace.render(steps, 300).splitlines()
+    (row,) = [line.partition("|")[2] for line in lines if line.startswith("  window |")]
+    assert row.split() == [str(each["used"]) for each in counts]
 
 
 # --- Text
@@ -321,7 +266,7 @@ def test_steps_that_do_not_fit_are_counted(recorded):
         "  lane 0 |A16 A6 a  a  a  a  a  B+2 b   b   b  b",
         "  lane 1 |                      C14 C15 C1  c  c",
     ]
-    assert "15 more steps do not fit: -o timeline.html" in " ".join(lines)
+    assert "12 of 27 steps are shown: -o timeline.html" in " ".join(lines)
 
 
 def test_text_is_ascii_and_fits(recorded):

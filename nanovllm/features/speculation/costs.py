@@ -1,9 +1,10 @@
 """The cost model of drafts: how many draft tokens raise the expected tokens per second of a step.
 
-    seconds of a step = fixed + per_token * tokens
+    seconds of a step = those of one token * (1 + per_token * (tokens - 1))
 
-The fixed part is the time to read the weights. It makes draft tokens nearly free in a step of few
-tokens. Both parts are measured when the engine starts.
+Most of a short step is the time to read the weights, which makes draft tokens nearly free.
+`per_token` depends on the machine, the model and its format, so it is measured when the engine
+starts.
 
 A step is worth computing with a draft if expected tokens / seconds increases. Each draft token adds
 the probability that it and all draft tokens before it are accepted.
@@ -37,10 +38,8 @@ class Candidate:
 
 @dataclass
 class StepCosts:
-    """The seconds of steps. A step without drafts can have a lower fixed cost, as a CUDA graph."""
+    """What each token after the first one adds to a step, as a share of a step of one token."""
 
-    fixed: float
-    fixed_with_drafts: float
     per_token: float
 
     def choose_count(self, step: Step, candidates: list[Candidate]) -> int:
@@ -48,13 +47,13 @@ class StepCosts:
 
         `candidates` come in the order in which they would be added to the step.
         """
-        num_tokens = sum(step.num_tokens)
+        cost = 1 + self.per_token * (sum(step.num_tokens) - 1)
         expected = float(sum(step.num_logits))  # tokens of the step; a partial prefill samples none
-        best_rate = LEAST_GAIN * expected / (self.fixed + self.per_token * num_tokens)
+        best_rate = LEAST_GAIN * expected / cost
         best_count = 0
         for count, candidate in enumerate(candidates, 1):
+            cost += self.per_token
             expected += candidate.probability
-            cost = self.fixed_with_drafts + self.per_token * (num_tokens + count)
             if expected > best_rate * cost:
                 best_rate = expected / cost
                 best_count = count
@@ -62,11 +61,15 @@ class StepCosts:
 
 
 def measure_costs(worker: Worker, max_draft_len: int) -> StepCosts:
-    """Measure three steps. Must be called before the first request."""
+    """Measure a step of one token and two larger ones. Must be called before the first request.
 
-    def measure(num_seqs: int, query_len: int) -> float:
-        batch = make_dummy_batch(worker, [query_len] * num_seqs)
-        all_rows = torch.arange(num_seqs * query_len, dtype=torch.int32, device="cpu")
+    The larger growth counts. A first draft token can cost most, where decodes replay CUDA graphs
+    and steps with drafts do not (flash-attn).
+    """
+
+    def measure(num_tokens: int) -> float:
+        batch = make_dummy_batch(worker, [num_tokens])
+        all_rows = torch.arange(num_tokens, dtype=torch.int32, device="cpu")
         batch = replace(batch, logits_indices=all_rows)
 
         def run() -> None:
@@ -75,11 +78,12 @@ def measure_costs(worker: Worker, max_draft_len: int) -> StepCosts:
         # The minimum of three, because the first run of a size may compile.
         return min(timeit.repeat(run, number=1, repeat=3))
 
-    query_len = max(1, min(1 + max_draft_len, worker.max_num_batched_tokens // 2))
-    num_seqs = max(2, min(NUM_MEASURED, worker.max_num_batched_tokens) // query_len)
-    plain = measure(1, 1)
-    one = measure(1, query_len)
-    many = measure(num_seqs, query_len)
-    per_token = max(0.0, many - one) / (query_len * (num_seqs - 1))
-    fixed_with_drafts = max(0.0, one - per_token * query_len)
-    return StepCosts(max(0.0, plain - per_token), fixed_with_drafts, per_token)
+    most = min(worker.max_num_batched_tokens, worker.max_model_len)
+    one = measure(1)
+    per_token = 0.0
+    for size in (1 + max_draft_len, NUM_MEASURED):
+        num_tokens = min(size, most)
+        if num_tokens > 1:
+            growth = measure(num_tokens) / one - 1
+            per_token = max(per_token, growth / (num_tokens - 1))
+    return StepCosts(per_token)

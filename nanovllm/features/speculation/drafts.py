@@ -68,13 +68,6 @@ class Proposal:
     token_ids: list[int] = field(default_factory=list)
     position: int = 0
     acceptance_rate: float = 0.5
-    is_disabled: bool = False  # see _discard_step
-
-    def update(self, token_ids: list[int], num_tokens: int) -> None:
-        """Learn from what has followed, and propose what may follow now."""
-        self.learn(token_ids)
-        self.token_ids = self.proposer.propose(num_tokens)
-        self.position = len(token_ids)
 
     def learn(self, token_ids: list[int]) -> None:
         """Compare the proposal with the tokens that were sampled, computed as a draft or not."""
@@ -153,9 +146,9 @@ class Drafts(Feature):
             if seq not in self.proposals:
                 self.proposals[seq] = Proposal(self.make_proposer(seq.token_ids))
             proposal = self.proposals[seq]
-            if proposal.is_disabled:
-                continue
-            proposal.update(seq.token_ids, self.max_draft_len)
+            proposal.learn(seq.token_ids)
+            proposal.token_ids = proposal.proposer.propose(self.max_draft_len)
+            proposal.position = len(seq.token_ids)
             max_len = seq.max_num_tokens - len(seq.token_ids) - 1
             probability = 1.0
             for token_id in proposal.token_ids[: max(0, max_len)]:
@@ -200,28 +193,12 @@ class Drafts(Feature):
         draft[i]. The tokens up to the first one that differs are valid, that one included.
         """
         num_accepted = count_matches(draft, sampled)
-        if num_accepted > 0 and sampled[num_accepted] < 0:  # NaN: sampled again, in the next step
-            num_accepted -= 1
         self.num_draft_tokens += len(draft)
         self.num_accepted_tokens += num_accepted
         # Accepted tokens stay until `postprocess` replaces them by the same, sampled tokens.
         num_rejected = len(draft) - num_accepted
         del seq.token_ids[len(seq.token_ids) - num_rejected :]
-        if sampled[0] < 0:
-            self._discard_step(seq)
-            return []
         return sampled[: 1 + num_accepted]
-
-    def _discard_step(self, seq: Sequence) -> None:
-        """Discard the step of `seq`, because a draft token can be the cause of NaN logits.
-
-        Attention multiplies masked values by 0, so NaN of a draft token reaches the tokens before
-        it. Later steps of this sequence have no drafts.
-        """
-        self.proposals[seq].is_disabled = True
-        first = seq.num_computed_tokens // self.scheduler.block_size
-        for block_id in seq.block_table[first:]:
-            self.scheduler.block_manager.uncache(block_id)
 
 
 def count_matches(draft: list[int], token_ids: list[int]) -> int:

@@ -1,24 +1,27 @@
-"""Compiles the grammar on stdin for tokens of one byte, as a program in a process of its own.
+"""Compiles the grammar on stdin for tokens of one byte, and prints its error.
 
 A short grammar can take minutes to compile, and thousands of nested rules overflow the stack. The
-process of the engine could stop neither. The argument limits the CPU time, in seconds.
+process of the engine could stop neither. The arguments are the limit of CPU time, in seconds, and
+the path of the engine.
 """
 
 import sys
 
-sys.path.pop(0)  # this folder, whose modules could hide others
+sys.path.extend(sys.argv[2:])  # that of the engine, where the packages are
 import os
 import resource
 import threading
 
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 STACK_BYTES = 2**20  # less than any thread of the engine has
 
 
 def compile_stdin() -> None:
-    # Errors of the grammar are not reported here, because the engine's own compilation has them.
-    LLMatcher(LLTokenizer("byte"), sys.stdin.read(), log_level=0).compute_bitmask()
+    limits = LLParserLimits(verbose_errors=False)
+    matcher = LLMatcher(LLTokenizer("byte"), sys.stdin.read(), log_level=0, limits=limits)
+    matcher.compute_bitmask()
+    print(end=matcher.get_error())
 
 
 if __name__ == "__main__":

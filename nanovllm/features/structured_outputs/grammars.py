@@ -1,16 +1,15 @@
 """Compiles JSON schemas, regexes and grammars, by llguidance, into matchers of tokens.
 
-Grammars come from clients. A process of its own therefore compiles each grammar first, see
-grammar_check.py. LIMITS bound what a step takes. A sample that exceeds them ends with an error.
+Grammars come from clients. A process of its own therefore compiles each grammar first, and finds
+its errors (grammar_check.py). LIMITS bound what a step takes. A sample that exceeds them ends with
+an error.
 """
 
-import os
 import subprocess
 import sys
-from collections import deque
 from collections.abc import Callable
 from contextvars import ContextVar
-from functools import cached_property, lru_cache
+from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -67,9 +66,7 @@ class StructuredOutputs(Feature):
         max_lexer_states = MAX_LEXER_STATES * num_samples
         limits = LLParserLimits(**LIMITS, max_lexer_states=max_lexer_states, verbose_errors=False)
         matcher = LLMatcher(self.guidance_tokenizer, grammar, log_level=0, limits=limits)
-        matcher.compute_bitmask()
-        if matcher.is_error():
-            raise ValueError(f"invalid or unsupported: {matcher.get_error()[:MAX_ERROR_CHARS]}")
+        matcher.compute_bitmask()  # the first one takes long
         return matcher
 
     @cached_property
@@ -105,8 +102,10 @@ class TokenTexts:
         return []
 
 
-# Digests of grammars that passed the check. Clients could prepare collisions of weaker hashes.
-checked_digests = deque[bytes](maxlen=1024)
+# Digest of a grammar that can be compiled without harm -> its error, "" if it is valid. Clients
+# could prepare collisions of weaker hashes.
+checked: dict[bytes, str] = {}
+MAX_CHECKED = 1024
 
 
 class GrammarCheck:
@@ -119,28 +118,27 @@ class GrammarCheck:
         self.is_cancelled = False
 
     def run(self) -> None:
-        """Raise ValueError for a grammar whose compilation could harm the engine."""
-        # The process finds packages where this one does, and its own folder comes first.
-        path = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONSAFEPATH": ""}
+        """Raise ValueError for a grammar that could harm the engine."""
         with subprocess.Popen(
-            [sys.executable, CHECK_PROGRAM, str(CPU_SECONDS)],
-            env={**os.environ, **path},
+            [sys.executable, "-I", "-X", "utf8", CHECK_PROGRAM, str(CPU_SECONDS), *sys.path],
             stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
         ) as self.process:
             try:
                 if self.is_cancelled:  # before there was a process
                     self.process.kill()
-                _, stderr = self.process.communicate(self.text)
+                error, _ = self.process.communicate(self.text)
             finally:  # also after Ctrl-C
                 self.process.kill()
-        if self.process.returncode != 0:
-            _, _, last_line = stderr.decode().strip().rpartition("\n")
+        code = self.process.returncode
+        if code != 0:
             problem = f"needs more than {CPU_SECONDS} seconds of CPU time, or nests too deeply"
-            code = f"exit code {self.process.returncode} {last_line}".strip()
-            raise ValueError(f"too complex to compile: {problem} ({code}): simplify it")
-        checked_digests.append(self.digest)
+            raise ValueError(f"too complex to compile: {problem} (exit code {code}): simplify it")
+        checked[self.digest] = error.decode()[:MAX_ERROR_CHARS]
+        if len(checked) > MAX_CHECKED:
+            first, *_ = list(checked)  # a copy, because other threads add to it
+            checked.pop(first, None)
 
     def cancel(self) -> None:
         """End the process, also if it is yet to start. Any thread may call this."""
@@ -156,23 +154,10 @@ run_check: ContextVar[Callable[[GrammarCheck], None]] = ContextVar(
 
 
 def check_in_process(grammar: str) -> None:
-    """Raise ValueError for a grammar whose compilation could harm the engine."""
+    """Raise ValueError for a grammar that is invalid, or could harm the engine."""
     check = GrammarCheck(grammar)
-    if check.digest not in checked_digests:
+    if check.digest not in checked:
         run_check.get()(check)
-
-
-def compiles(grammar: str) -> bool:
-    """Return whether a grammar is valid, and compiles without harm."""
-    try:
-        check_in_process(grammar)
-    except ValueError:
-        return False
-    return _is_valid(grammar)
-
-
-@lru_cache(maxsize=64)  # a request is parsed again after each check of a grammar
-def _is_valid(grammar: str) -> bool:
-    from llguidance import LLMatcher
-
-    return not LLMatcher.validate_grammar(grammar)
+    error = checked.get(check.digest)
+    if error:
+        raise ValueError(f"invalid or unsupported: {error}")
