@@ -57,7 +57,7 @@ class Api:
 
     def __post_init__(self) -> None:
         self.metrics = Metrics(self.engine)
-        self.bodies = Bodies()
+        self.bodies = Bodies(self.engine)
 
     def make_app(self, routes: Sequence[Route] = (), is_local: bool = False) -> ASGIApp:
         """Make the app. `routes` come before the API's. `is_local`: see Middleware."""

@@ -6,7 +6,10 @@ import json
 import re
 import threading
 import time
+from contextlib import suppress
 from functools import partial
+from types import SimpleNamespace
+from weakref import WeakSet
 
 import pytest
 from server_helpers import (
@@ -23,6 +26,7 @@ from server_helpers import (
 from starlette.requests import ClientDisconnect, Request
 
 from nanovllm.server import bodies
+from nanovllm.server.errors import ApiError
 
 # Clients have little time. GET / counts what a garbage collection visits.
 PROGRAM = """
@@ -92,20 +96,26 @@ def test_the_request_of_a_client_that_vanishes_is_aborted(server, is_stream, ver
 
 
 def test_a_body_that_is_too_large_is_rejected(url):
-    chunks = (
-        b" " * 2**16 for _ in range(bodies.MAX_BODY_BYTES // 2**16 + 1)
-    )  # without Content-Length
-    for content in (b" " * (bodies.MAX_BODY_BYTES + 1), chunks):
+    limit = 2**21 + 16 * 1024  # for a max_model_len of 1,024
+    body = json.dumps({"prompt": "x", "max_tokens": 1}).encode()
+    without_length = iter([body, b" " * limit])
+    for content in (body.ljust(limit + 1), without_length):
         reply = CLIENT.post(f"{url}/v1/completions", content=content, headers=HEADERS)
         assert reply.status_code == 413
-        assert f"exceeds {bodies.MAX_BODY_BYTES} bytes" in reply.text
+        assert f"exceeds {limit} bytes" in reply.json()["error"]["message"]
+    reply = CLIENT.post(f"{url}/v1/completions", content=body.ljust(limit), headers=HEADERS)
+    assert reply.status_code == 200
 
 
-def make_request(data, rest=""):
-    """A request of which `rest` has not arrived. Returns it and a function that disconnects."""
+def make_reader():
+    return bodies.Bodies(SimpleNamespace(llm=SimpleNamespace(max_model_len=1024)))
+
+
+def make_request(data):
+    """Return a request and a function that disconnects."""
     scope = {"type": "http", "headers": [(b"content-type", b"application/json")]}
     messages = asyncio.Queue()
-    messages.put_nowait({"type": "http.request", "body": data, "more_body": bool(rest)})
+    messages.put_nowait({"type": "http.request", "body": data})
     disconnect = partial(messages.put_nowait, {"type": "http.disconnect"})
     return Request(scope, messages.get), disconnect
 
@@ -113,6 +123,39 @@ def make_request(data, rest=""):
 def read(reader, body, parse):
     request, _ = make_request(json.dumps(body).encode())
     return reader.read(request, parse)
+
+
+class Parsed:
+    pass
+
+
+def test_large_bodies_are_parsed_one_at_a_time():
+    """An error keeps none of them alive. That would add up to gigabytes."""
+    alive = WeakSet()
+    numbers = []
+
+    def parse(body):
+        parsed = Parsed()
+        alive.add(parsed)
+        time.sleep(0.01)  # another thread would add its own
+        numbers.append(len(alive))
+        raise ApiError("invalid")
+
+    async def reject(reader):
+        with suppress(ApiError):
+            await read(reader, {"prompt": "x" * bodies.LARGE_BYTES}, parse)
+
+    async def read_many():
+        reader = make_reader()
+        await asyncio.gather(*[reject(reader) for _ in range(5)])
+
+    gc.disable()
+    try:
+        asyncio.run(read_many())
+    finally:
+        gc.enable()
+    assert len(numbers) == 5
+    assert max(numbers) <= 2
 
 
 def test_compiling_grammars_delays_no_other_body():
@@ -124,7 +167,7 @@ def test_compiling_grammars_delays_no_other_body():
         return parsed
 
     async def read_many():
-        reader = bodies.Bodies()
+        reader = make_reader()
         slow = [asyncio.create_task(read(reader, {"response_format": 1}, parse)) for _ in range(50)]
         await asyncio.sleep(0.1)
         try:
@@ -146,7 +189,7 @@ def test_a_client_that_disconnects_does_not_wait_for_a_thread():
         released.wait()
 
     async def leave():
-        reader = bodies.Bodies()
+        reader = make_reader()
         tasks = []
         for number in range(4):  # two of them wait for a thread
             body = {"prompt": number, "response_format": 1}
@@ -169,5 +212,5 @@ def test_garbage_collection_does_not_visit_what_was_imported(url):
 
 
 def test_parsing_a_body_leaves_the_garbage_collector_of_other_threads_alone():
-    reader = bodies.Bodies()
+    reader = make_reader()
     assert asyncio.run(read(reader, {"prompt": "x"}, lambda _: gc.isenabled()))

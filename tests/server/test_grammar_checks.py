@@ -151,7 +151,7 @@ def test_a_body_is_parsed_again_after_the_check_of_its_grammar(monkeypatch):
         return grammar
 
     async def prepare_several():
-        reader = bodies.Bodies()
+        reader = bodies.Bodies(None)
 
         def call(grammar):
             return asyncio.create_task(reader.call(lambda: prepare(grammar)))
@@ -187,7 +187,7 @@ def test_the_problem_of_one_grammar_is_not_that_of_another(monkeypatch):
         check_in_process("good")
         return "done"
 
-    reader = bodies.Bodies()
+    reader = bodies.Bodies(None)
     assert asyncio.run(asyncio.wait_for(reader.call(prepare), 60)) == "done"
 
 
