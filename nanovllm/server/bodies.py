@@ -47,7 +47,13 @@ class Bodies:
         self.grammar_checks = GrammarChecks()
 
     async def read(self, request: Request, parse: Callable[[JsonObject], T]) -> T:
-        """Return parse(body), called in a thread. Raises ClientDisconnect and ApiError.
+        """Return parse(body), called in a thread. Raises ClientDisconnect and ApiError."""
+        stop = self.engine.stopping.wait()
+        work = self._read(request, parse)
+        return await _until(stop, work, lambda: ApiError(str(self.engine.stop_reason), status=503))
+
+    async def _read(self, request: Request, parse: Callable[[JsonObject], T]) -> T:
+        """Read a body, which must be declared as JSON.
 
         Browsers send the content type application/json to another origin only after a preflight
         request, which fails here.
@@ -80,8 +86,8 @@ class Bodies:
     async def call(
         self,
         prepare: Callable[[], T],
-        executor: ThreadPoolExecutor | None = None,
-        turn: asyncio.Lock | None = None,
+        executor: ThreadPoolExecutor | None,
+        turn: asyncio.Lock | None,
     ) -> T:
         """Return prepare(), called in a thread, while `turn` is locked.
 
@@ -117,13 +123,6 @@ def _load(data: bytearray) -> JsonObject:
     return body
 
 
-async def until_stop(engine: EngineThread, work: Coroutine[Any, Any, T]) -> T:
-    """Await `work`, or cancel it and raise ApiError when the engine stops."""
-    return await _until(
-        engine.stopping.wait(), work, lambda: ApiError(str(engine.stop_reason), status=503)
-    )
-
-
 async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """Await `work`, or cancel it and raise ClientDisconnect when the client disconnects."""
     # After the body, the only message is a disconnect.
@@ -133,6 +132,7 @@ async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
 async def _until(
     end: Awaitable[Any], work: Coroutine[Any, Any, T], make_error: Callable[[], Exception]
 ) -> T:
+    """Await `work`, or cancel it and raise an error at the end of `end`."""
     task = asyncio.create_task(work)
     ending = asyncio.ensure_future(end)
     try:

@@ -28,6 +28,7 @@ from nanovllm.features.structured_outputs.grammar_writer import (
 from nanovllm.features.structured_outputs.grammars import compiles
 from nanovllm.features.structured_outputs.schemas import write_schema
 from nanovllm.server.errors import JsonObject
+from nanovllm.server.parameters import select
 from nanovllm.text.chat_template import Tool, check_tools
 from nanovllm.text.vocabulary import END_TOOL_CALL, TOOL_CALL
 from nanovllm.utils.checks import check_bool, check_type, invalid, show
@@ -105,27 +106,27 @@ def choose_constraint(given: JsonObject, tools: ToolChoice = NO_TOOLS) -> Constr
 def read_format(given: JsonObject) -> str | None:
     """Return the grammar of response_format, if it constrains the text."""
     response_format: Any = given.get("response_format", {"type": "text"})
-    strict: Any = False
+    prefix = "response_format."
+    strict = False
     match response_format:
         case {"type": "text"}:
-            _check_keys("response_format", response_format, ["type"])
+            select(response_format, {"type"}, prefix)
             return None
         case {"type": "json_object"}:
             schema = response_format.get("schema") or {"type": "object"}
-            keys = ["type", "schema"]  # the schema is an extension of llama.cpp
+            keys = {"type", "schema"}  # the schema is an extension of llama.cpp
         case {"type": "json_schema", "json_schema": {"schema": schema} as details}:
-            keys = ["type", "json_schema"]
-            name = "response_format.json_schema"
-            _check_keys(name, details, ["name", "description", "schema", "strict"])
-            strict = details.get("strict") or False
-            check_bool(f"{name}.strict", strict)
+            keys = {"type", "json_schema"}
+            name = "response_format.json_schema."
+            details = select(details, {"name", "description", "schema", "strict"}, name)
+            strict = check_bool(f"{name}strict", details.get("strict", False))
         case other:
             meaning = "of type text, json_object, or json_schema with json_schema.schema"
             raise invalid("response_format", f"must be {meaning}, not {show(other)}")
-    _check_keys("response_format", response_format, keys)
+    select(response_format, keys, prefix)
     with naming_outputs("response_format"):
         check_type("schema", schema, (dict,), "an object")
-        return f"start: %json {write_schema(schema, JSON_DEFAULTS, bool(strict))}"
+        return f"start: %json {write_schema(schema, JSON_DEFAULTS, strict)}"
 
 
 def write_alternatives(tools: ToolChoice, grammar: str) -> str:
@@ -155,13 +156,6 @@ def write_alternatives(tools: ToolChoice, grammar: str) -> str:
 def _free(tool: Tool) -> Tool:
     """Return a tool that takes any object."""
     return {"function": {"name": tool["function"]["name"], "parameters": ANY_OBJECT}}
-
-
-def _check_keys(name: str, value: JsonObject, known: list[str]) -> None:
-    """Reject other keys than the known ones, because they could change the result."""
-    for key in value:
-        if key not in known and value[key] is not None:
-            raise invalid(f"{name}.{key}", "is not supported: leave it out")
 
 
 def write_grammar(tools: list[Tool], is_parallel: bool, is_optional: bool = False) -> str:

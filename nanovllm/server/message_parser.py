@@ -111,15 +111,10 @@ class MessageParser(TextStream):
         position = first_end
         for _ in range(MAX_ENDS):
             after = position + len(end)
-            block = self.text[start : after if start == 0 else position]
-            # Without an end of the block, a function that its own tag does not end is cut off.
-            is_cut = end in ("", END_THINK)
-            if is_cut and first == FUNCTION and not block.rstrip().endswith(END_FUNCTION):
-                break
-            calls = read_calls(block, self.schemas)
+            calls = read_calls(self.text[start : after if start == 0 else position], self.schemas)
             if calls:
                 return calls, position if end == TOOL_CALL else after
-            if is_cut:
+            if end in ("", END_THINK):
                 break
             position, end = yield from self.find(ends, after)
         return [], first_end

@@ -8,7 +8,7 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
 from shutil import copytree, ignore_patterns
@@ -22,9 +22,9 @@ from starlette.routing import Route
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm.config import Config
 from nanovllm.engine.scheduler import POLICIES
-from nanovllm.server.bodies import Bodies, until_stop
 from nanovllm.server.engine_thread import EngineThread, Stream
-from nanovllm.server.errors import JsonObject, blaming, respond
+from nanovllm.server.errors import JsonObject, blaming
+from nanovllm.server.openai_api import Endpoint
 from nanovllm.trace.page import read_template, shorten
 from nanovllm.trace.reader import Reader
 from nanovllm.trace.recorder import Recorder
@@ -194,12 +194,12 @@ class Playground(EngineThread):
             self.changed.set()
             self.changed = asyncio.Event()
 
-        self.call_on_loop(wake)
+        self.loop.call_soon_threadsafe(wake)
 
     # On the event loop.
 
-    def routes(self, bodies: Bodies) -> list[Route]:
-        self.bodies = bodies
+    def routes(self, post: Callable[[str, Endpoint], Route]) -> list[Route]:
+        """Return the routes of the page. `post` makes that of an endpoint that takes JSON."""
         routes = [Route("/", self.show_page), Route("/playground/events", self.follow)]
         commands = {
             "prompts": self.take_prompts,
@@ -208,8 +208,7 @@ class Playground(EngineThread):
             "engine": self.take_options,
         }
         for name, command in commands.items():
-            path = f"/playground/{name}"
-            routes.append(Route(path, partial(self.take, command), methods=["POST"]))
+            routes.append(post(f"/playground/{name}", partial(self.take, command)))
         return routes
 
     async def show_page(self, request: Request) -> Response:
@@ -225,17 +224,12 @@ class Playground(EngineThread):
         return HTMLResponse(page.replace("<script>", f'<script nonce="{nonce}">'), headers=headers)
 
     async def follow(self, request: Request) -> Response:
-        """Send all recorded steps, then each new one, as server-sent events.
+        """Send all recorded steps, then each new one, as server-sent events."""
+        return StreamingResponse(self._messages(), media_type="text/event-stream")
 
-        A browser that reconnects sends the id of the last message, run:position.
-        """
-        last_id = request.headers.get("Last-Event-ID", "0:0")
-        run_number, _, position = last_id.partition(":")
-        with blaming({}):
-            messages = self._messages(int(run_number), max(0, int(position)))
-        return StreamingResponse(messages, media_type="text/event-stream")
-
-    async def _messages(self, run_number: int, position: int) -> AsyncIterator[str]:
+    async def _messages(self) -> AsyncIterator[str]:
+        run_number = 0
+        position = 0
         while self.stop_reason is None:
             changed = self.changed
             if run_number != self.run_number:
@@ -244,7 +238,6 @@ class Playground(EngineThread):
             steps = self.llm.timeline.steps[position:]
             state = json.dumps({**self._describe(), "first": position})
             position += len(steps)
-            yield f"id: {run_number}:{position}\n"
             yield f'data: {state[:-1]}, "steps": [{", ".join(steps)}]}}\n\n'
             await changed.wait()
             await asyncio.sleep(MESSAGE_INTERVAL)
@@ -260,16 +253,15 @@ class Playground(EngineThread):
             "arrivals": [(seq.seq_id, len(seq.token_ids)) for seq in waiting],
         }
 
-    async def take(
-        self, command: Callable[[JsonObject], Coroutine[Any, Any, Any]], request: Request
-    ) -> Response:
-        body = await until_stop(self, self.bodies.read(request, dict))
-        with blaming(body):
-            reply = await until_stop(self, command(body))
-        self.announce()
-        return respond(reply or {})
+    # In a thread that reads a body.
 
-    async def take_prompts(self, body: JsonObject) -> None:
+    def take(self, command: Callable[[JsonObject], Any], body: JsonObject, llm: LLM) -> JsonObject:
+        with blaming(body):
+            reply = command(body)
+        self.announce()
+        return reply or {}
+
+    def take_prompts(self, body: JsonObject) -> None:
         """Queue prompts: {"chats": [text], "params": {...}}, or "prompts" without a template.
 
         "step" is the step that they join, and "run" the engine that they are meant for, whose
@@ -285,19 +277,18 @@ class Playground(EngineThread):
             texts: Any = body.get("chats")
             check_type("chats", texts, (list,), "a list of str")
             prompts = llm.encode_chats([[{"role": "user", "content": text}] for text in texts])
-        prepared = await self.bodies.call(partial(llm.prepare_prompts, prompts, params))
-        await self.call(self.add_late, run, step, Stream(prepared))
+        self.call(self.add_late, run, step, Stream(llm.prepare_prompts(prompts, params)))
 
-    async def take_abort(self, body: JsonObject) -> None:
+    def take_abort(self, body: JsonObject) -> None:
         request_id = check_int("request_id", body.get("request_id"), 0)
-        await self.call(self.abort, request_id, "the request was aborted on the page")
+        self.call(self.abort, request_id, "the request was aborted on the page")
 
-    async def take_pace(self, body: JsonObject) -> None:
+    def take_pace(self, body: JsonObject) -> None:
         pause = body.get("pause")
         if pause is not None:
             pause = check_number("pause", pause, 0.0, 60.0)
-        await self.call(self.set_pace, pause, check_int("steps", body.get("steps", 0), 0))
+        self.call(self.set_pace, pause, check_int("steps", body.get("steps", 0), 0))
 
-    async def take_options(self, body: JsonObject) -> JsonObject:
+    def take_options(self, body: JsonObject) -> JsonObject:
         check_names(body, DEFAULTS)
-        return {"run": await self.call(self.change_engine, body)}
+        return {"run": self.call(self.change_engine, body)}

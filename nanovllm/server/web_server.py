@@ -18,7 +18,7 @@ import uvicorn
 from nanovllm import DEMO_MODEL, LLM
 from nanovllm.config import Config
 from nanovllm.server.engine_thread import EngineThread
-from nanovllm.server.middleware import is_loopback
+from nanovllm.server.middleware import LOOPBACK
 from nanovllm.server.openai_api import Api
 from nanovllm.server.playground import Playground
 from nanovllm.utils.checks import check_int, naming
@@ -112,11 +112,11 @@ def bind(host: str, port: int) -> socket.socket:
 
 def start(args: argparse.Namespace) -> tuple[socket.socket, EngineThread]:
     """Reserve the address, and load the model. Raises ValueError or TypeError."""
-    is_open = not is_loopback(args.host) or args.allowed_origins
+    is_open = args.host not in LOOPBACK or args.allowed_origins
     if args.playground and (is_open or args.api_key or hasattr(args, "trace")):
         raise ValueError(
             "--playground shows every prompt to everyone who opens the page, and records every"
-            " step: use a loopback --host such as 127.0.0.1, and none of --api-key,"
+            " step: use --host 127.0.0.1, localhost or ::1, and none of --api-key,"
             " --allowed-origins and --trace"
         )
     check_int("--port", args.port, 0, 65535)
@@ -146,9 +146,8 @@ def main() -> None:
         reserved, engine = start(args)
     except (ValueError, TypeError) as error:
         parser.error(str(error))
-    name = args.served_model_name
-    if name is None:
-        name = "demo_model" if args.model == DEMO_MODEL else args.model
+    path_name = "demo_model" if args.model == DEMO_MODEL else args.model
+    name = args.served_model_name or path_name
     api = Api(
         engine,
         name,
@@ -158,7 +157,7 @@ def main() -> None:
         parses_reasoning=args.reasoning_parser is not None,
     )
     if isinstance(engine, Playground):
-        app = api.make_app(engine.routes(api.bodies), is_local=True)
+        app = api.make_app(engine.routes(api.post), is_local=True)
     else:
         app = api.make_app()
     config = uvicorn.Config(

@@ -108,7 +108,8 @@ def test_a_body_that_is_too_large_is_rejected(url):
 
 
 def make_reader():
-    return bodies.Bodies(SimpleNamespace(llm=SimpleNamespace(max_model_len=1024)))
+    llm = SimpleNamespace(max_model_len=1024)
+    return bodies.Bodies(SimpleNamespace(llm=llm, stopping=asyncio.Event()))
 
 
 def make_request(data):

@@ -142,11 +142,6 @@ CASES = {
     ),
     "no </parameter>": (write_tags("<parameter=text>", "hello"), say("hello")),
     "no </parameter> before another": (write_tags(*TEXT[:2], *NUMBER), BOTH),
-    "no </function>": (write_tags(*TEXT).replace("</function>\n", ""), say("hello")),
-    "no </function> and no </tool_call>": (
-        write_tags(*TEXT).split("</function>")[0] + write_tags(*NUMBER),
-        {"tool_calls": [*say("hello")["tool_calls"], ["add", '{"number": 1}']]},
-    ),
     "no <tool_call>": (
         f"I say: {write_tags(*TEXT).removeprefix('<tool_call>')}\nDone.",
         {"content": "I say: \n\nDone.", **say("hello")},
@@ -221,6 +216,7 @@ TEXTS = [
     "Write <function=find></function> for that.",
     write_call("add 1") + write_tags().replace("=add", "=add 1"),
     write_tags(*TEXT[:2]).partition("lo")[0],
+    write_tags(*TEXT).replace("</function>\n", ""),
     f"{write_tags(*TEXT).partition('</function>')[0]}<para",
     f"So: {write_tags(*TEXT, '</function>', 'Really.', '<function=add>')} Yes.",
     write_call()[:-15],

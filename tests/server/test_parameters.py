@@ -76,7 +76,7 @@ def test_other_values_are_rejected_by_name(llm, is_chat, names):
         (True, {"top_logprobs": 1}, "top_logprobs"),
         (True, {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         (True, {"logprobs": 3}, "logprobs"),
-        (False, {"echo": True, "max_tokens": False}, "max_tokens"),
+        (False, {"echo": True, "max_tokens": 0}, "max_tokens"),
         (True, {"stop_token_ids": [-1]}, "stop_token_ids"),
         (True, {"messages": []}, "messages"),
         (True, {"messages": [{"role": "user", "content": 12}]}, "messages"),

@@ -57,7 +57,7 @@ def reply_to(llm, text, is_chat=True, parses_reasoning=True, reason="stop", **bo
     if reply.stream.is_stream:
         events += reply.write_end()
         return [json.loads(event[6:]) for event in events.split("\n\n")[:-2]]
-    reply.take({0: request.output()})
+    reply.newest.update({0: request.output()})
     return reply.write_whole()
 
 
