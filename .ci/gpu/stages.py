@@ -80,9 +80,9 @@ STAGES = [
         "smoke",
         [
             start_engine("bfloat16"),
-            start_engine("float16", "--dtype float16"),
-            start_engine("float32", "--dtype float32"),
-            start_engine("int4", "--quantization int4"),
+            start_engine("float16", "--set dtype=float16"),
+            start_engine("float32", "--set dtype=float32"),
+            start_engine("int4", "--set quantization=int4"),
             start_engine("qwen3.5", "--model qwen3.5-0.8b"),
             start_engine("experts", "--model qwen3-moe"),
             start_engine("windows", "--model gemma-3-270m"),

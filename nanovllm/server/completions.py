@@ -10,7 +10,7 @@ from nanovllm import LLM
 from nanovllm.engine.input_processor import Prompt
 from nanovllm.llm import list_prompts
 from nanovllm.outputs import RequestOutput
-from nanovllm.server.constraints import choose_constraint
+from nanovllm.server.constraints import choose_constraint, choose_tools
 from nanovllm.server.errors import JsonObject, blaming
 from nanovllm.server.parameters import (
     COMPLETION,
@@ -41,7 +41,7 @@ def parse_completion(model: str, body: JsonObject, llm: LLM) -> Generation:
         is_echo = check_bool("echo", given.get("echo", False))
         if logprobs is not None:
             check_int("logprobs", logprobs, 0, MAX_LOGPROBS)
-        constraint = choose_constraint(given)
+        constraint = choose_constraint(given, choose_tools(given))
         params = read_params(
             given,
             llm,

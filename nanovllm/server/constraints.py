@@ -18,6 +18,7 @@ Where a call is required, a grammar makes any model write the first form.
 """
 
 import json
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from nanovllm.features.structured_outputs.grammar_writer import (
@@ -39,7 +40,6 @@ JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separat
 OBJECT = {"type": "object", "additionalProperties": False}
 ANY_OBJECT = {"type": "object", "additionalProperties": True}
 COMBINATIONS = {"$ref", "allOf", "anyOf", "oneOf"}
-MAX_CHECKED_TOOLS = 32  # of a request, because each is compiled in a process of its own
 
 
 class ToolChoice(NamedTuple):
@@ -49,9 +49,6 @@ class ToolChoice(NamedTuple):
     required: list[Tool]  # of which it must call one
     is_parallel: bool  # it may have several calls
     is_named: bool  # the request names the function to call
-
-
-NO_TOOLS = ToolChoice([], [], is_parallel=False, is_named=False)
 
 
 def choose_tools(given: JsonObject) -> ToolChoice:
@@ -83,7 +80,7 @@ class Constraint(NamedTuple):
     source: str = "structured_outputs"  # the parameter that they are made from, for errors
 
 
-def choose_constraint(given: JsonObject, tools: ToolChoice = NO_TOOLS) -> Constraint:
+def choose_constraint(given: JsonObject, tools: ToolChoice) -> Constraint:
     """Return what the parameters of a request, together, constrain."""
     grammar = read_format(given)
     outputs = given.get("structured_outputs")
@@ -132,30 +129,21 @@ def read_format(given: JsonObject) -> str | None:
 def write_alternatives(tools: ToolChoice, grammar: str) -> str:
     """Write a grammar of calls or of a format, whose `grammar` is given.
 
-    A call is optional. Arguments that no grammar holds are therefore any object.
+    A call is optional. If no grammar holds the arguments of all tools, they are any objects.
     """
 
     def write(each: list[Tool]) -> str:
         calls = write_grammar(each, tools.is_parallel, is_optional=True)
         return f"start: calls | format\ncalls: %lark {{ {calls}\n}}\nformat: %lark {{ {grammar}\n}}"
 
-    def holds(each: list[Tool]) -> bool:
-        try:
-            with naming_outputs():
-                return compiles(write(each) + NO_FORCING)
-        except ValueError:
-            return False
-
-    held = tools.tools
-    if not holds(held):
-        can_check = len(held) <= MAX_CHECKED_TOOLS
-        held = [tool if can_check and holds([tool]) else _free(tool) for tool in held]
-    return write(held)
-
-
-def _free(tool: Tool) -> Tool:
-    """Return a tool that takes any object."""
-    return {"function": {"name": tool["function"]["name"], "parameters": ANY_OBJECT}}
+    with suppress(ValueError), naming_outputs():
+        alternatives = write(tools.tools)
+        if compiles(alternatives + NO_FORCING):
+            return alternatives
+    functions = [tool["function"] for tool in tools.tools]
+    return write(
+        [{"function": {"name": each["name"], "parameters": ANY_OBJECT}} for each in functions]
+    )
 
 
 def write_grammar(tools: list[Tool], is_parallel: bool, is_optional: bool = False) -> str:
@@ -169,7 +157,7 @@ def write_grammar(tools: list[Tool], is_parallel: bool, is_optional: bool = Fals
         head = f'{TOOL_CALL}\n{{"name": "{function["name"]}", "arguments": '
         parameters = function.get("parameters") or {}
         defaults = {} if COMBINATIONS & parameters.keys() else OBJECT
-        is_strict = not is_optional and True in (function.get("strict"), tool.get("strict"))
+        is_strict = not is_optional and function.get("strict") is True
         schema = write_schema({**defaults, **parameters, "x-guidance": {}}, JSON_STYLE, is_strict)
         tail = f"}}\n{END_TOOL_CALL}"
         calls.append(f"{json.dumps(head)} %json {schema} {json.dumps(tail)}")

@@ -34,7 +34,6 @@ from nanovllm.utils.checks import (
     check_int,
     check_names,
     check_number,
-    check_type,
 )
 from nanovllm.utils.helpers import read_json
 
@@ -94,19 +93,9 @@ class LiveTimeline(Timeline):
         self.reader.steps.clear()
 
 
-class WatchedLLM(LLM):
-    """An engine that records a LiveTimeline."""
-
-    def __init__(self, model: str, **options: Any) -> None:
-        super().__init__(model, **options)
-        self.timeline = LiveTimeline()
-        self.add_feature(Recorder(self.timeline))
-
-
 class Playground(EngineThread):
     """An engine whose steps can be watched and held."""
 
-    llm: WatchedLLM
     seconds_per_choice = 0.0  # a client sees the same steps as the page
 
     def __init__(self, model: str, options: dict[str, Any]) -> None:
@@ -123,19 +112,25 @@ class Playground(EngineThread):
         self.next_time = 0.0
         self.changed = asyncio.Event()  # set and replaced when there is something to show
         super().__init__(self.make_llm(**self.options))
+        self.record()
 
-    def make_llm(self, random_model: str, **options: Any) -> WatchedLLM:
+    def make_llm(self, random_model: str, **options: Any) -> LLM:
         """Start an engine of the given model, or of a tiny random one."""
         check_choice("random_model", random_model, ("", *RANDOM_MODELS))
         if not random_model:
-            return WatchedLLM(self.model, **options)
+            return LLM(self.model, **options)
         with TemporaryDirectory() as directory:
             without_weights = ignore_patterns("*.safetensors")
             copytree(DEMO_MODEL, directory, ignore=without_weights, dirs_exist_ok=True)
             path = Path(directory, "config.json")
             config = {**read_json(path), **RANDOM_MODELS[random_model]}
             path.write_text(json.dumps(config))
-            return WatchedLLM(directory, **{**options, "load_format": "dummy"})
+            return LLM(directory, **{**options, "load_format": "dummy"})
+
+    def record(self) -> None:
+        """Record the steps of a new engine."""
+        self.timeline = LiveTimeline()
+        self.llm.add_feature(Recorder(self.timeline))
 
     # In the engine thread.
 
@@ -146,6 +141,7 @@ class Playground(EngineThread):
         """
         options = {**self.options, **changes}
         self.replace(self.make_llm(**options), "the engine was replaced")
+        self.record()
         self.options = options
         self.late.clear()
         self.run_number += 1
@@ -160,7 +156,7 @@ class Playground(EngineThread):
 
     def add_due(self) -> None:
         for stream, step in list(self.late.items()):
-            if step <= len(self.llm.timeline.steps) or self.llm.is_finished():
+            if step <= len(self.timeline.steps) or self.llm.is_finished():
                 del self.late[stream]
                 self.add(stream)
 
@@ -177,7 +173,7 @@ class Playground(EngineThread):
         self.num_single_steps = max(0, self.num_single_steps - 1)
         self.next_time = time.monotonic() + (self.pause or 0.0)
         self.add_due()
-        if len(self.llm.timeline.steps) > MAX_STEPS and self.llm.is_finished():
+        if len(self.timeline.steps) > MAX_STEPS and self.llm.is_finished():
             self.change_engine({})
         self.announce()
 
@@ -235,7 +231,7 @@ class Playground(EngineThread):
             if run_number != self.run_number:
                 run_number = self.run_number
                 position = 0
-            steps = self.llm.timeline.steps[position:]
+            steps = self.timeline.steps[position:]
             state = json.dumps({**self._describe(), "first": position})
             position += len(steps)
             yield f'data: {state[:-1]}, "steps": [{", ".join(steps)}]}}\n\n'
@@ -246,7 +242,7 @@ class Playground(EngineThread):
         waiting = list(self.llm.scheduler.waiting)[:20]
         return {
             "run": self.run_number,
-            "settings": self.llm.timeline.reader.settings,
+            "settings": self.timeline.reader.settings,
             "options": {name: self.options[name] for name in DEFAULTS},
             "pause": self.pause,
             "is_idle": self.llm.is_finished(),
@@ -270,12 +266,10 @@ class Playground(EngineThread):
         run = body.get("run", self.run_number)
         step = check_int("step", body.get("step", 0), 0)
         llm = self.llm
-        options: Any = check_type("params", body.get("params", {}), (dict,), "an object")
-        params = SamplingParams(**options)
+        params = SamplingParams(**body.get("params", {}))
         prompts: Any = body.get("prompts")
         if prompts is None:
-            texts: Any = body.get("chats")
-            check_type("chats", texts, (list,), "a list of str")
+            texts = body.get("chats", [])
             prompts = llm.encode_chats([[{"role": "user", "content": text}] for text in texts])
         self.call(self.add_late, run, step, Stream(llm.prepare_prompts(prompts, params)))
 

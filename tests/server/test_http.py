@@ -169,14 +169,17 @@ def test_an_unknown_model_is_an_error_with_a_code(url):
 
 
 def test_metrics_are_described_in_words(url):
+    def read(name):
+        return float(re.search(rf"^nanovllm_{name} (\S+)", text, re.MULTILINE)[1])
+
     post(url, {"prompt": "x", "max_tokens": 60, "ignore_eos": True, "n": 2})
     CLIENT.get(f"{url}/nothing")
     text = CLIENT.get(f"{url}/metrics").text
     assert "stats[" not in text
     assert 'nanovllm_requests_total{status="404"}' in text
     assert "process_resident_memory_bytes" in text
-    count = re.search(r"nanovllm_inter_token_seconds_count (\S+)", text)[1]
-    assert 1 <= float(count)
+    assert 1 <= read("time_to_first_token_seconds_count") == read("request_seconds_count")
+    assert 0 < read("time_to_first_token_seconds_sum") < read("request_seconds_sum")
     assert metrics.GAUGES < Stats.__annotations__.keys()
 
 
@@ -208,7 +211,7 @@ def run_main(monkeypatch, capsys, *arguments):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--port", "99999"], "--port must be at least 0 and at most 65535, not 99999"),
+        (["--port", "99999"], "--port 99999 is not available"),
         (["--host", "host.invalid", "--port", "0"], "--host host.invalid --port 0"),
         (["--api-key", ""], "NANOVLLM_API_KEY"),
     ],
