@@ -273,10 +273,9 @@ def test_roofline_counts_recurrent_states():
     assert least == pytest.approx(4.512 + 7.328)
 
 
-@pytest.mark.parametrize("name, millions", [("gemma-3-270m", 268), ("gemma-3-1b", 1000)])
-def test_shapes_have_the_parameters_of_the_released_models(name, millions):
-    sizes = roofline.find_sizes(read_spec(SHAPES[name], BFLOAT16, 1))
-    assert round((sizes.matrices + sizes.head) / 1e6) == millions
+def test_a_shape_with_windows_is_that_of_the_released_model():
+    sizes = roofline.find_sizes(read_spec(SHAPES["gemma-3-270m"], BFLOAT16, 1))
+    assert round((sizes.matrices + sizes.head) / 1e6) == 268
     assert {shape.window for shape in sizes.attention} == {None, 512}
 
 
