@@ -57,8 +57,8 @@ SHAPES: dict[str, PretrainedConfig] = {
     ),
     # The dense model of the active size: as wide as the eight experts of a token.
     "qwen3-0.2b": _qwen3(**_MOE_ATTENTION, head_dim=64, intermediate_size=8 * 384),
-    # By default, every sixth layer attends to the whole context, with a RoPE base of 1e6. The others
-    # attend to a window, with 1e4.
+    # By default, every sixth layer attends to the whole context, with a RoPE base of 1e6. The
+    # others attend to a window, with 1e4.
     "gemma-3-270m": Gemma3TextConfig(
         architectures=["Gemma3ForCausalLM"],
         **_COMMON,
