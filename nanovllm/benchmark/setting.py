@@ -119,6 +119,7 @@ def check_arguments(args: argparse.Namespace, workload: Workload) -> None:
     for case in args.cases:
         SamplingParams(temperature=case.temperature)  # raises an error for an invalid value
         check_int("--num-seqs", case.num_seqs, 1, 10**6)
+        check_int("--repeat", case.repeat, 1)
         check_int("--shared-prefix", case.shared_prefix, 0)
         for name in ("input_len", "output_len"):
             low, high = getattr(case, name)
