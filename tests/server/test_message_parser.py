@@ -252,7 +252,7 @@ FRAGMENTS = """
 FRAGMENTS += [write_call(), write_call()[:-14], " ", "\n", '{"name": "add", "arguments": ', EXAMPLE]
 
 
-@settings(max_examples=1000, deadline=None, derandomize=True)
+@settings(max_examples=300, deadline=None, derandomize=True)
 @given(st.lists(st.sampled_from(FRAGMENTS), min_size=1, max_size=12).map("".join), st.data())
 def test_a_stream_adds_up_to_the_whole_reply(text, data):
     whole, (delta,) = parse([text])
