@@ -110,10 +110,13 @@ class EngineThread(threading.Thread):
                 self._streams.discard(stream)
                 self._queue(partial(self._abort, stream))
 
-    # In any thread but the engine's own.
+    # In any thread.
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Return function(*args), run in the engine thread between two steps. It can raise."""
+        """Return function(*args), run in the engine thread between two steps. It can raise.
+
+        Call it in a thread that can wait, which is neither the engine's nor the event loop's.
+        """
         future: Future[Any] = Future()
 
         def command() -> None:

@@ -71,6 +71,8 @@ class TokenTexts:
 
 
 class CompletionTexts(TokenTexts):
+    """Writes lists with an item for each token."""
+
     def write(self, token_ids: list[int], entries: Entries, is_last: bool) -> JsonObject:
         found: JsonObject = {
             "tokens": [],
@@ -89,6 +91,8 @@ class CompletionTexts(TokenTexts):
 
 
 class ChatTexts(TokenTexts):
+    """Writes an object for each token."""
+
     num_top = 0  # candidates beside each token
 
     def write(self, token_ids: list[int], entries: Entries, is_last: bool) -> JsonObject:
