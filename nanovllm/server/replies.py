@@ -28,7 +28,7 @@ class StreamOptions:
 
 
 class Choice:
-    """Writes the outputs of one choice. Its text is a completion's, unless a subclass changes it."""
+    """Writes the outputs of one choice: a completion, unless a subclass writes something else."""
 
     texts: CompletionTexts | ChatTexts | None = None  # if log probabilities are requested
     num_chars = 0  # written

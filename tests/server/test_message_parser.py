@@ -68,16 +68,8 @@ CASES = {
     "no end": ("<think>So <b", {"reasoning": "So <b"}),
     "no reasoning": ("<think></think>Yes", {"content": "Yes"}),
     "nested": (write_call(arguments=NESTED), {"tool_calls": [["add", NESTED]]}),
-    "spaces": (
-        '<tool_call>{ "name" : "add" , "arguments" : {"a": 1 } \n } </tool_call>',
-        {"tool_calls": [ADD]},
-    ),
-    "other order": (
-        '<tool_call>{"arguments": {"a": 1}, "name": "add"}</tool_call>',
-        {"tool_calls": [ADD]},
-    ),
-    "more keys": (
-        '<tool_call>{"name": "add", "arguments": {"a": 1}, "id": {"b": 2}}</tool_call>',
+    "spaces, another order and more keys": (
+        '<tool_call>{ "id": {"b": 2}, "arguments" : {"a": 1 } , "name" : "add"\n } </tool_call>',
         {"tool_calls": [ADD]},
     ),
     "tags in strings": (
@@ -146,15 +138,6 @@ CASES = {
         f"I say: {write_tags(*TEXT).removeprefix('<tool_call>')}\nDone.",
         {"content": "I say: \n\nDone.", **say("hello")},
     ),
-    "cut off before a parameter": (
-        EXAMPLE.partition("<parameter")[0],
-        {"content": EXAMPLE.partition("<parameter")[0]},
-    ),
-    "cut off after a parameter": (
-        EXAMPLE.partition("</function>")[0],
-        {"content": EXAMPLE.partition("</function>")[0]},
-    ),
-    "cut off without <tool_call>": ("See <function=add>", {"content": "See <function=add>"}),
     "cut off in reasoning": (
         "<think><tool_call><function=add></think>Yes.",
         {"reasoning": "<tool_call><function=add>", "content": "Yes."},
@@ -220,6 +203,9 @@ TEXTS = [
     f"{write_tags(*TEXT).partition('</function>')[0]}<para",
     f"So: {write_tags(*TEXT, '</function>', 'Really.', '<function=add>')} Yes.",
     write_call()[:-15],
+    EXAMPLE.partition("<parameter")[0],
+    EXAMPLE.partition("</function>")[0],
+    "See <function=add>",
 ]
 CASES |= {text: (text, {"content": text}) for text in TEXTS}
 

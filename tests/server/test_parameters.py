@@ -180,11 +180,6 @@ def test_a_lone_surrogate_is_an_error_of_the_client(llm, monkeypatch, name):
             parse(llm, body)
 
 
-def test_a_reasoning_effort_is_checked_before_its_tokens_are_counted(llm):
-    with pytest.raises(ApiError, match="reasoning_effort"):
-        tokenize({"messages": QUESTION, "reasoning_effort": {}}, llm)
-
-
 def test_bodies_of_clients_are_served(llm):
     """LangChain, SillyTavern and vLLM's client, and then litellm and guidellm."""
     completion = {
