@@ -133,7 +133,7 @@ def write_alternatives(tools: ToolChoice, grammar: str) -> str:
     """
 
     def write(each: list[Tool]) -> str:
-        calls = write_grammar(each, tools.is_parallel, is_optional=True)
+        calls = write_grammar(each, tools.is_parallel)
         return f"start: calls | format\ncalls: %lark {{ {calls}\n}}\nformat: %lark {{ {grammar}\n}}"
 
     with suppress(ValueError), naming_outputs():
@@ -146,18 +146,15 @@ def write_alternatives(tools: ToolChoice, grammar: str) -> str:
     )
 
 
-def write_grammar(tools: list[Tool], is_parallel: bool, is_optional: bool = False) -> str:
-    """Write a grammar, in llguidance's variant of Lark, of a call of one of `tools`, or of more.
-
-    If the call `is_optional`, no schema is strict.
-    """
+def write_grammar(tools: list[Tool], is_parallel: bool) -> str:
+    """Write a grammar, in llguidance's variant of Lark, of a call of one of `tools`, or of more."""
     calls: list[str] = []
     for tool in tools:
         function = tool["function"]
         head = f'{TOOL_CALL}\n{{"name": "{function["name"]}", "arguments": '
         parameters = function.get("parameters") or {}
         defaults = {} if COMBINATIONS & parameters.keys() else OBJECT
-        is_strict = not is_optional and function.get("strict") is True
+        is_strict = function.get("strict") is True
         schema = write_schema({**defaults, **parameters, "x-guidance": {}}, JSON_STYLE, is_strict)
         tail = f"}}\n{END_TOOL_CALL}"
         calls.append(f"{json.dumps(head)} %json {schema} {json.dumps(tail)}")
