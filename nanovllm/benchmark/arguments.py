@@ -1,8 +1,6 @@
 """The command line of bench.py. setting.py checks what it asks for."""
 
 import argparse
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from nanovllm.benchmark.engines import ENGINES
@@ -11,29 +9,9 @@ from nanovllm.benchmark.shapes import SHAPES
 from nanovllm.benchmark.workloads import WORKLOADS
 from nanovllm.utils.helpers import parse_value
 
-_MOST = 10**6
-
-
-def number(kind: type, low: float) -> Callable[[str], Any]:
-    """Make a parser of numbers of type `kind`. argparse shows its name in messages."""
-
-    def number(text: str) -> Any:
-        if not low <= kind(text) <= _MOST:
-            raise argparse.ArgumentTypeError(f"{text} is out of range: use {low} to {_MOST}")
-        return kind(text)
-
-    return number
-
-
-integer = partial(number, int)
-
 
 def option(text: str) -> tuple[str, Any]:
     name, _, value = text.partition("=")
-    return make_option(name, value)
-
-
-def make_option(name: str, value: str) -> tuple[str, Any]:
     return name, parse_value(value)
 
 
@@ -49,7 +27,7 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     shapes = ", ".join(SHAPES)
     budgets = " ".join(map(str, TOKEN_BUDGETS))
-    bounds: dict[str, Any] = {"type": integer(1), "nargs": 2, "metavar": ("LO", "HI")}
+    bounds: dict[str, Any] = {"type": int, "nargs": 2, "metavar": ("LO", "HI")}
     add(
         "--model",
         help=f"checkpoint directory, Hub id, or a shape with random weights: {shapes}",
@@ -59,15 +37,15 @@ def make_parser() -> argparse.ArgumentParser:
         choices=list(WORKLOADS),
         help="a workload that other projects publish, which fixes lengths, temperature and seed",
     )
-    add("--num-seqs", type=integer(1), help="number of requests")
+    add("--num-seqs", type=int, help="number of requests")
     add("--input-len", help="prompt tokens per request, without the shared prefix", **bounds)
     add("--output-len", help="output tokens per request", **bounds)
     add(
         "--shared-prefix",
-        type=integer(0),
+        type=int,
         help="tokens that all prompts begin with",
     )
-    add("--repeat", type=integer(1), help="runs per engine (default: the workload's)")
+    add("--repeat", type=int, help="runs per engine (default: the workload's)")
     add("--temperature", type=float, help="0 is greedy (default: 0.6)")
     add("--seed", type=int, help="seed of lengths, ids and samples (default: 0)")
     add(
@@ -90,21 +68,21 @@ def make_parser() -> argparse.ArgumentParser:
         add(
             f"--{name}",
             dest="set",
-            type=partial(make_option, name),
+            type=lambda value, name=name: (name, value),
             action="append",
             metavar="VALUE",
             help=f"the same as --set {name}=VALUE",
         )
     add(
         "--request-rate",
-        type=number(float, 0.001),
+        type=float,
         nargs="+",
         metavar="R",
         help="requests per second that arrive; reports latencies for each scheduling policy",
     )
     add(
         "--token-budget",
-        type=integer(1),
+        type=int,
         nargs="+",
         metavar="N",
         help=f"with --request-rate: max_num_batched_tokens of mixed steps (default: {budgets})",

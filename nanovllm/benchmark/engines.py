@@ -59,13 +59,11 @@ class NanoVLLM(Engine):
     def run(self, requests: list[Request]) -> list[list[int]]:
         params = [self.make_params(max_tokens=request.num_tokens) for request in requests]
         prompts = [request.prompt for request in requests]
-        before = self.llm.stats
+        before: Any = self.llm.stats
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
-        after = self.llm.stats
-        self.stats = {
-            "num_cached_tokens": after["num_cached_tokens"] - before["num_cached_tokens"],
-            "num_preemptions": after["num_preemptions"] - before["num_preemptions"],
-        }
+        after: Any = self.llm.stats
+        names = ("num_cached_tokens", "num_preemptions")
+        self.stats = {name: after[name] - before[name] for name in names}
         return [output["token_ids"] for output in outputs]
 
 

@@ -140,11 +140,6 @@ def count_read_matrices(sizes: ModelSizes, num_tokens: int) -> float:
     return sizes.matrices + sizes.experts * (1 - sizes.used_share - unused_share)
 
 
-class AttentionWork(NamedTuple):
-    flops: float
-    elements: int  # of K/V that are read
-
-
 def count_prefill(sizes: ModelSizes, num_tokens: int) -> float:
     """Return the FLOPs of attention in a prefill of `num_tokens`, in all layers.
 
@@ -158,8 +153,8 @@ def count_prefill(sizes: ModelSizes, num_tokens: int) -> float:
     return flops
 
 
-def count_decode(sizes: ModelSizes, context_lens: list[int]) -> AttentionWork:
-    """Return the work of attention in a decode step, in all layers.
+def count_decode(sizes: ModelSizes, context_lens: list[int]) -> tuple[int, int]:
+    """Return FLOPs and read elements of K/V of attention in a decode step, in all layers.
 
     Each sequence reads its own context, also what it shares with others.
     """
@@ -169,7 +164,7 @@ def count_decode(sizes: ModelSizes, context_lens: list[int]) -> AttentionWork:
         num_pairs = sum([min(each, shape.window or each) for each in context_lens])
         flops += num_layers * _count_pair_flops(shape) * num_pairs
         elements += num_layers * 2 * shape.num_kv_heads * shape.head_dim * num_pairs
-    return AttentionWork(flops, elements)
+    return flops, elements
 
 
 def _count_pair_flops(shape: AttentionShape) -> int:
@@ -217,9 +212,9 @@ def compute_roofline_seconds(
     for step in range(1, max(request.num_tokens for request in requests)):
         running = [request for request in requests if request.num_tokens > step]
         context_lens = [len(request.prompt) + step for request in running]
-        work = count_decode(sizes, context_lens)
-        flops = 2 * num_weights * len(running) + work.flops
-        num_bytes = head_bytes + work.elements * spec.dtype.itemsize
+        flops, elements = count_decode(sizes, context_lens)
+        flops += 2 * num_weights * len(running)
+        num_bytes = head_bytes + elements * spec.dtype.itemsize
         num_bytes += bytes_per_weight * count_read_matrices(sizes, len(running))
         num_bytes += 2 * sizes.state * torch.float32.itemsize * len(running)
         seconds += max(flops / peak.flops_per_second, num_bytes / peak.bytes_per_second)

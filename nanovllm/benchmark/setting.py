@@ -18,6 +18,7 @@ from nanovllm.engine.scheduler import POLICIES
 from nanovllm.models.architectures import read_spec
 from nanovllm.models.spec import ModelSpec
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.checks import check_int, check_number
 
 # Budgets of policies that split prompts: one that keeps steps short, and the default of LLM.
 TOKEN_BUDGETS = (128, Config.max_num_batched_tokens)
@@ -117,10 +118,14 @@ def check_arguments(args: argparse.Namespace, workload: Workload) -> None:
     """Raise ValueError for arguments that contradict each other."""
     for case in args.cases:
         SamplingParams(temperature=case.temperature)  # raises an error for an invalid value
+        check_int("--num-seqs", case.num_seqs, 1, 10**6)
+        check_int("--repeat", case.repeat, 1)
+        check_int("--shared-prefix", case.shared_prefix, 0)
         for name in ("input_len", "output_len"):
             low, high = getattr(case, name)
-            if low > high:
-                raise ValueError(f"--{name.replace('_', '-')} {low} {high}: LO exceeds HI")
+            check_int(f"LO of --{name.replace('_', '-')}", low, 1, high)
+    for rate in args.request_rate or ():
+        check_number("--request-rate", rate, 0.0, open_low=True)
     checkout = Path(args.nano_vllm, "nanovllm", "llm.py")
     if "nano-vllm" in args.engine and not checkout.is_file():
         raise ValueError(

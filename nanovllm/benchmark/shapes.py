@@ -9,7 +9,6 @@ from typing import Any
 
 from transformers import (
     Gemma3TextConfig,
-    LlamaConfig,
     OPTConfig,
     PretrainedConfig,
     Qwen3_5MoeTextConfig,
@@ -20,18 +19,6 @@ from transformers import (
 
 _COMMON: dict[str, Any] = {"tie_word_embeddings": True, "dtype": "bfloat16"}
 _qwen3 = partial(Qwen3Config, architectures=["Qwen3ForCausalLM"], **_COMMON)
-# By default, every sixth layer attends to the whole context, with a RoPE base of 1e6. The others
-# attend to a window, with 1e4.
-_gemma3 = partial(
-    Gemma3TextConfig,
-    architectures=["Gemma3ForCausalLM"],
-    **_COMMON,
-    vocab_size=262144,
-    num_attention_heads=4,
-    num_key_value_heads=1,
-    sliding_window=512,
-    max_position_embeddings=32768,
-)
 _MOE_ATTENTION: dict[str, Any] = {
     "vocab_size": 32000,
     "hidden_size": 1024,
@@ -58,17 +45,6 @@ SHAPES: dict[str, PretrainedConfig] = {
         head_dim=64,
         max_position_embeddings=4096,
     ),
-    "llama-3.2-1b": LlamaConfig(
-        architectures=["LlamaForCausalLM"],
-        **_COMMON,
-        vocab_size=128256,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=16,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=131072,
-    ),
     "opt-125m": OPTConfig(architectures=["OPTForCausalLM"], dtype="bfloat16"),
     # About 1/30 of Qwen3-30B-A3B: 1.0 billion parameters, 0.2 billion active per token.
     "qwen3-moe": Qwen3MoeConfig(
@@ -81,8 +57,20 @@ SHAPES: dict[str, PretrainedConfig] = {
     ),
     # The dense model of the active size: as wide as the eight experts of a token.
     "qwen3-0.2b": _qwen3(**_MOE_ATTENTION, head_dim=64, intermediate_size=8 * 384),
-    "gemma-3-270m": _gemma3(hidden_size=640, intermediate_size=2048, num_hidden_layers=18),
-    "gemma-3-1b": _gemma3(hidden_size=1152, intermediate_size=6912),
+    # By default, every sixth layer attends to the whole context, with a RoPE base of 1e6. The
+    # others attend to a window, with 1e4.
+    "gemma-3-270m": Gemma3TextConfig(
+        architectures=["Gemma3ForCausalLM"],
+        **_COMMON,
+        vocab_size=262144,
+        hidden_size=640,
+        intermediate_size=2048,
+        num_hidden_layers=18,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        sliding_window=512,
+        max_position_embeddings=32768,
+    ),
     # By default, every fourth layer has attention, and the others a recurrent state.
     "qwen3.5-0.8b": Qwen3_5TextConfig(
         architectures=["Qwen3_5ForCausalLM"],

@@ -7,6 +7,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from contextvars import copy_context
 from typing import Any, TypeVar
 
@@ -20,7 +21,10 @@ from nanovllm.utils.checks import show
 
 T = TypeVar("T")
 
-MAX_BODY_BYTES = 2**24  # room for two million token ids
+# A parsed body can take 25 times as many bytes, so it must not be longer than the engine can use.
+BYTES_PER_TOKEN = 16  # of a long prompt, also as token ids, or in escapes such as \u4f60
+SPARE_BYTES = 2**21  # for tools and schemas, or for several prompts
+LARGE_BYTES = 2**18  # longer bodies are parsed one at a time
 BODY_SECONDS = 30  # for a body to arrive
 CONSTRAINTS = (b'"response_format"', b'"structured_outputs"', b'"tool_choice"')
 
@@ -36,12 +40,20 @@ class Bodies:
     seconds to compile.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, engine: EngineThread) -> None:
+        self.engine = engine
         self.compilers = ThreadPoolExecutor(2)
+        self.large = asyncio.Lock()
         self.grammar_checks = GrammarChecks()
 
     async def read(self, request: Request, parse: Callable[[JsonObject], T]) -> T:
-        """Return parse(body), called in a thread. Raises ClientDisconnect.
+        """Return parse(body), called in a thread. Raises ClientDisconnect and ApiError."""
+        stop = self.engine.stopping.wait()
+        work = self._read(request, parse)
+        return await _until(stop, work, lambda: ApiError(str(self.engine.stop_reason), status=503))
+
+    async def _read(self, request: Request, parse: Callable[[JsonObject], T]) -> T:
+        """Read a body, which must be declared as JSON.
 
         Browsers send the content type application/json to another origin only after a preflight
         request, which fails here.
@@ -57,19 +69,27 @@ class Bodies:
             message = f"the body did not arrive within {BODY_SECONDS} seconds"
             raise ApiError(message, status=408) from error
         executor = self.compilers if any(name in data for name in CONSTRAINTS) else None
-        return await until_disconnect(request, self.call(lambda: parse(_load(data)), executor))
+        turn = self.large if len(data) > LARGE_BYTES else None
+        work = self.call(lambda: parse(_load(data)), executor, turn)
+        return await until_disconnect(request, work)
 
     async def _receive(self, request: Request) -> bytearray:
         data = bytearray()
+        max_bytes = SPARE_BYTES + BYTES_PER_TOKEN * self.engine.llm.max_model_len
         async for chunk in request.stream():
             data += chunk
-            if len(data) > MAX_BODY_BYTES:
-                message = f"the body exceeds {MAX_BODY_BYTES} bytes: send fewer or shorter prompts"
+            if len(data) > max_bytes:
+                message = f"the body exceeds {max_bytes} bytes: send fewer or shorter prompts"
                 raise ApiError(message, status=413)
         return data
 
-    async def call(self, prepare: Callable[[], T], executor: ThreadPoolExecutor | None = None) -> T:
-        """Return prepare(), called in a thread.
+    async def call(
+        self,
+        prepare: Callable[[], T],
+        executor: ThreadPoolExecutor | None,
+        turn: asyncio.Lock | None,
+    ) -> T:
+        """Return prepare(), called in a thread, while `turn` is locked.
 
         If it needs a grammar that is not checked, it ends, so that the thread is free. It is called
         again after the check. Cancelling this call cancels the check.
@@ -83,12 +103,14 @@ class Bodies:
         loop = asyncio.get_running_loop()
         while True:
             try:
-                return await loop.run_in_executor(executor, copy_context().run, prepare)
+                async with turn or nullcontext():
+                    return await loop.run_in_executor(executor, copy_context().run, prepare)
             except UncheckedGrammar as unchecked:
                 check: GrammarCheck = unchecked.args[0]
-                problem = await self.grammar_checks.run(check)
-                if problem is not None:
-                    problems[check.digest] = problem
+            # Only here, because the traceback above holds the parsed body.
+            problem = await self.grammar_checks.run(check)
+            if problem is not None:
+                problems[check.digest] = problem
 
 
 def _load(data: bytearray) -> JsonObject:
@@ -101,13 +123,6 @@ def _load(data: bytearray) -> JsonObject:
     return body
 
 
-async def until_stop(engine: EngineThread, work: Coroutine[Any, Any, T]) -> T:
-    """Await `work`, or cancel it and raise ApiError when the engine stops."""
-    return await _until(
-        engine.stopping.wait(), work, lambda: ApiError(str(engine.stop_reason), status=503)
-    )
-
-
 async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """Await `work`, or cancel it and raise ClientDisconnect when the client disconnects."""
     # After the body, the only message is a disconnect.
@@ -117,6 +132,7 @@ async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
 async def _until(
     end: Awaitable[Any], work: Coroutine[Any, Any, T], make_error: Callable[[], Exception]
 ) -> T:
+    """Await `work`, or cancel it and raise an error at the end of `end`."""
     task = asyncio.create_task(work)
     ending = asyncio.ensure_future(end)
     try:
@@ -127,3 +143,4 @@ async def _until(
     finally:
         task.cancel()
         ending.cancel()
+        del task  # whose error would refer to this frame, and to itself

@@ -8,8 +8,8 @@ A block is a sequence of elements, in either of the two forms of constraints.py:
     parameter     <parameter=name> value </parameter>
 
 A value can contain tags, and whole functions. It ends at the first </parameter> that another tag
-follows. Models forget closing tags, so a value without tags also ends at a line with
-<parameter=name> and at the end of the function, and </function> can be missing.
+follows. Models forget it, so a value without tags also ends at a line with <parameter=name> and at
+the end of the function.
 """
 
 import json
@@ -26,10 +26,10 @@ PARAMETER = re.compile(
     r"\s*<parameter=[\"']?([^\"'<>\n]+)[\"']?>\n?"
     r"(?:([^<]*?)(?:\n(?=<parameter=)|\n?(?=</function>\s*(?:<function=|\Z)))"
     r"|((?:(?!<function=).|<function=(?:(?!</function>).)*</function>)*?)"
-    r"\n?</parameter>(?=\s*(?:<parameter=|</function>|\Z)))",
+    r"\n?</parameter>(?=\s*(?:<parameter=|</function>)))",
     re.DOTALL,
 )
-TAIL = re.compile(r"\s*(?:</function>)?")
+TAIL = re.compile(r"\s*</function>")
 FILLER = re.compile(r"[\s,}]*")  # small models write too many braces
 DECODER = json.JSONDecoder(strict=False)  # small models write newlines in strings
 
@@ -85,5 +85,6 @@ def _read_parameters(text: str, start: int, schema: Any) -> tuple[dict[str, Any]
 
 def _skip(pattern: re.Pattern[str], text: str, start: int) -> int:
     match = pattern.match(text, start)
-    assert match is not None  # nothing is a match, too
+    if match is None:
+        raise ValueError("no call")
     return match.end()

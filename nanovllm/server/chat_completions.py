@@ -8,7 +8,7 @@ from typing import Any
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.input_processor import PreparedPrompt
-from nanovllm.engine.outputs import RequestOutput
+from nanovllm.engine.outputs import FinishReason, RequestOutput
 from nanovllm.features.structured_outputs.grammar_writer import allow_reasoning
 from nanovllm.server.constraints import Constraint, ToolChoice, choose_constraint, choose_tools
 from nanovllm.server.errors import JsonObject, blaming
@@ -21,7 +21,7 @@ from nanovllm.server.parameters import (
     select,
 )
 from nanovllm.server.replies import Choice, Generation, Reply
-from nanovllm.server.token_texts import TokenTexts
+from nanovllm.server.token_texts import ChatTexts
 from nanovllm.text.chat_template import Tool
 from nanovllm.text.detokenizer import Detokenizer
 from nanovllm.text.vocabulary import END_THINK, THINK
@@ -142,14 +142,12 @@ class ChatReply(Reply):
         detokenizer = Detokenizer(tokenizer, prompt.token_ids, stops, hidden_ids)
         return prompt._replace(fields={**prompt.fields, "detokenizer": detokenizer})
 
-    def make_choice(self, index: int, output: RequestOutput) -> Choice:
-        parser = MessageParser(
-            self.parses_reasoning, self.tools.tools, self.tools.is_parallel, self.last_tag
-        )
-        texts = None
+    def make_choice(self, output: RequestOutput) -> Choice:
+        choice = ChatChoice(self)
         if output["logprobs"] is not None:
-            texts = TokenTexts(self.vocabulary, output["prompt_token_ids"])
-        return ChatChoice(self, parser, texts)
+            choice.texts = ChatTexts(self.vocabulary, output["prompt_token_ids"])
+            choice.texts.num_top = self.num_top
+        return choice
 
     def write_usage(self) -> JsonObject:
         usage = super().write_usage()
@@ -157,30 +155,25 @@ class ChatReply(Reply):
             tokenizer: Any = self.vocabulary.tokenizer
             num_reasoning = 0
             for choice in self.choices.values():
-                assert isinstance(choice, ChatChoice)
                 text = choice.parser.reasoning
                 num_reasoning += len(tokenizer.encode(text, add_special_tokens=False))
             usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
         return usage
 
 
-@dataclass
 class ChatChoice(Choice):
     """Writes one message."""
 
-    reply: ChatReply
-    parser: MessageParser
-    texts: TokenTexts | None  # if log probabilities are requested
+    def __init__(self, reply: ChatReply) -> None:
+        self.reply = reply
+        tools = reply.tools
+        self.parser = MessageParser(
+            reply.parses_reasoning, tools.tools, tools.is_parallel, reply.last_tag
+        )
 
-    def write_part(self, part: RequestOutput) -> JsonObject:
-        is_last = part["finish_reason"] is not None
+    def write_text(self, text: str, reason: FinishReason | None) -> JsonObject:
         choice: JsonObject = {}
-        if self.texts is not None:
-            entries = part["logprobs"] or []
-            choice["logprobs"] = self.texts.write_chat(
-                part["token_ids"], entries, is_last, self.reply.num_top
-            )
-        delta = self.parser.feed(part["text"], is_last)
+        delta = self.parser.feed(text, is_last=reason is not None)
         reasoning = delta.pop("reasoning", "")
         if reasoning:
             delta |= {"reasoning": reasoning, "reasoning_content": reasoning}  # both, as vLLM
@@ -188,7 +181,7 @@ class ChatChoice(Choice):
             delta["content"] = ""
         # A call of the function that the request names ends with "stop", as in OpenAI's API.
         has_calls = self.parser.num_calls > 0 and not self.reply.tools.is_named
-        if has_calls and part["finish_reason"] == "stop":
+        if has_calls and reason == "stop":
             choice["finish_reason"] = "tool_calls"
         if self.reply.stream.is_stream:
             choice["delta"] = delta if self.num_tokens else {"role": "assistant", **delta}

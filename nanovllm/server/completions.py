@@ -1,8 +1,6 @@
 """POST /v1/completions: text that continues each prompt.
 
 With `echo`, a choice begins with its prompt, which is scored if logprobs are requested.
-max_tokens=0 then asks for the prompt alone. The engine generates a token even so, and the reply
-leaves it out.
 """
 
 from dataclasses import dataclass
@@ -12,8 +10,7 @@ from nanovllm import LLM
 from nanovllm.engine.input_processor import Prompt
 from nanovllm.engine.outputs import RequestOutput
 from nanovllm.llm import list_prompts
-from nanovllm.server.constraints import choose_constraint
-from nanovllm.server.engine_thread import Outputs
+from nanovllm.server.constraints import choose_constraint, choose_tools
 from nanovllm.server.errors import JsonObject, blaming
 from nanovllm.server.parameters import (
     COMPLETION,
@@ -23,7 +20,7 @@ from nanovllm.server.parameters import (
     select,
 )
 from nanovllm.server.replies import Choice, Generation, Reply
-from nanovllm.server.token_texts import TokenTexts
+from nanovllm.server.token_texts import CompletionTexts
 from nanovllm.text.detokenizer import Detokenizer
 from nanovllm.utils.checks import check_bool, check_int
 
@@ -38,32 +35,39 @@ def parse_completion(model: str, body: JsonObject, llm: LLM) -> Generation:
     given = select(body, COMPLETION)
     prompts: Any = given.get("prompt")
     sent = list_prompts(prompts)
-    max_tokens: Any = given.get("max_tokens", DEFAULT_MAX_TOKENS)
     logprobs: Any = given.get("logprobs")
     with blaming(given):
         stream = read_stream_options(given)
         is_echo = check_bool("echo", given.get("echo", False))
-        if is_echo:
-            check_int("max_tokens", max_tokens, 0)
         if logprobs is not None:
             check_int("logprobs", logprobs, 0, MAX_LOGPROBS)
-        constraint = choose_constraint(given)
+        constraint = choose_constraint(given, choose_tools(given))
         params = read_params(
             given,
             llm,
             num_prompts=len(sent),
             structured_outputs=constraint.outputs,
-            max_tokens=max(1, max_tokens) if is_echo else max_tokens,
+            max_tokens=given.get("max_tokens", DEFAULT_MAX_TOKENS),
             logprobs=logprobs,
             prompt_logprobs=logprobs if is_echo else None,
         )
     with blaming(given, "prompt", constraint.source):
         prepared = llm.prepare_prompts(prompts, params)
-    reply = CompletionReply(model, stream, llm.vocabulary, is_all=max_tokens == 0)
+    reply = CompletionReply(model, stream, llm.vocabulary)
     if is_echo:
-        texts = [_read_text(prompt, reply) for prompt in sent]
+        texts = [_read_text(prompt, llm) for prompt in sent]
         reply.echo = [text for text in texts for _ in range(params.n)]
     return Generation(prepared, reply)
+
+
+def _read_text(prompt: Prompt, llm: LLM) -> str:
+    """Return a prompt as it was sent. A prompt of token ids is decoded.
+
+    A character that the prompt begins and the completion continues belongs to the completion.
+    """
+    if isinstance(prompt, str):
+        return prompt
+    return "" if llm.tokenizer is None else Detokenizer(llm.tokenizer, []).read(prompt, False)
 
 
 @dataclass
@@ -74,61 +78,25 @@ class CompletionReply(Reply):
     KIND = "text_completion"
     CHUNK_KIND = KIND
 
-    is_all: bool  # the prompt is all that is requested
     echo: list[str] | None = None  # for each choice the text of its prompt
 
-    def take(self, outputs: Outputs) -> Outputs:
-        if self.is_all:
-            outputs = {index: _hide_token(output) for index, output in outputs.items()}
-        return super().take(outputs)
-
-    def make_choice(self, index: int, output: RequestOutput) -> Choice:
-        choice = CompletionChoice()
-        prompt = output["prompt_token_ids"]
+    def make_choice(self, output: RequestOutput) -> Choice:
+        choice = Choice()
         if output["logprobs"] is not None:
-            choice.texts = TokenTexts(self.vocabulary, prompt if self.echo is None else [])
+            before = output["prompt_token_ids"] if self.echo is None else []
+            choice.texts = CompletionTexts(self.vocabulary, before)
+        return choice
+
+    def write_choice(self, index: int, output: RequestOutput) -> JsonObject:
         if self.echo is not None:
-            choice.echo = self.echo[index]
-            if choice.texts is not None:
-                entries = output["prompt_logprobs"] or []
-                choice.logprobs = choice.texts.write_completion(prompt, entries, self.is_all)
-                choice.texts.offset = len(choice.echo)
-        return choice
+            output = repeat_prompt(output, self.echo[index])
+        return super().write_choice(index, output)
 
 
-class CompletionChoice(Choice):
-    """Writes one completion. It begins with what it repeats of the prompt."""
-
-    texts: TokenTexts | None = None  # if log probabilities are requested
-    echo = ""
-    logprobs: JsonObject | None = None
-
-    def write_part(self, part: RequestOutput) -> JsonObject:
-        choice: JsonObject = {"text": self.echo + part["text"]}
-        if self.texts is not None:
-            is_last = part["finish_reason"] is not None
-            new = self.texts.write_completion(part["token_ids"], part["logprobs"] or [], is_last)
-            before = self.logprobs or {}
-            choice["logprobs"] = {name: before.get(name, []) + new[name] for name in new}
-        self.echo = ""
-        self.logprobs = None
-        return choice
-
-
-def _read_text(prompt: Prompt, reply: CompletionReply) -> str:
-    """Return a prompt as it was sent. A prompt of token ids is decoded.
-
-    A character that the prompt begins and the completion continues belongs to the completion.
-    """
-    tokenizer = reply.vocabulary.tokenizer
-    if isinstance(prompt, str):
-        return prompt
-    return "" if tokenizer is None else Detokenizer(tokenizer, []).read(prompt, reply.is_all)
-
-
-def _hide_token(output: RequestOutput) -> RequestOutput:
-    """Return an output without the only token, which was generated although none was requested."""
-    hidden: RequestOutput = {**output, "text": "", "token_ids": [], "finish_reason": "length"}
+def repeat_prompt(output: RequestOutput, text: str) -> RequestOutput:
+    """Return an output that begins with its prompt, whose text is given."""
+    whole: Any = {**output, "text": text + output["text"]}
+    whole["token_ids"] = output["prompt_token_ids"] + output["token_ids"]
     if output["logprobs"] is not None:
-        hidden["logprobs"] = []
-    return hidden
+        whole["logprobs"] = [*(output["prompt_logprobs"] or []), *output["logprobs"]]
+    return whole

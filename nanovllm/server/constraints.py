@@ -18,6 +18,7 @@ Where a call is required, a grammar makes any model write the first form.
 """
 
 import json
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from nanovllm.features.structured_outputs.grammar_writer import (
@@ -28,6 +29,7 @@ from nanovllm.features.structured_outputs.grammar_writer import (
 from nanovllm.features.structured_outputs.grammars import check_in_process
 from nanovllm.features.structured_outputs.schemas import write_schema
 from nanovllm.server.errors import JsonObject
+from nanovllm.server.parameters import select
 from nanovllm.text.chat_template import Tool, check_tools
 from nanovllm.text.vocabulary import END_TOOL_CALL, TOOL_CALL
 from nanovllm.utils.checks import check_bool, check_type, invalid, show
@@ -38,7 +40,6 @@ JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separat
 OBJECT = {"type": "object", "additionalProperties": False}
 ANY_OBJECT = {"type": "object", "additionalProperties": True}
 COMBINATIONS = {"$ref", "allOf", "anyOf", "oneOf"}
-MAX_CHECKED_TOOLS = 32  # of a request, because each is compiled in a process of its own
 
 
 class ToolChoice(NamedTuple):
@@ -48,9 +49,6 @@ class ToolChoice(NamedTuple):
     required: list[Tool]  # of which it must call one
     is_parallel: bool  # it may have several calls
     is_named: bool  # the request names the function to call
-
-
-NO_TOOLS = ToolChoice([], [], is_parallel=False, is_named=False)
 
 
 def choose_tools(given: JsonObject) -> ToolChoice:
@@ -82,7 +80,7 @@ class Constraint(NamedTuple):
     source: str = "structured_outputs"  # the parameter that they are made from, for errors
 
 
-def choose_constraint(given: JsonObject, tools: ToolChoice = NO_TOOLS) -> Constraint:
+def choose_constraint(given: JsonObject, tools: ToolChoice) -> Constraint:
     """Return what the parameters of a request, together, constrain."""
     grammar = read_format(given)
     outputs = given.get("structured_outputs")
@@ -105,78 +103,58 @@ def choose_constraint(given: JsonObject, tools: ToolChoice = NO_TOOLS) -> Constr
 def read_format(given: JsonObject) -> str | None:
     """Return the grammar of response_format, if it constrains the text."""
     response_format: Any = given.get("response_format", {"type": "text"})
-    strict: Any = False
+    prefix = "response_format."
+    strict = False
     match response_format:
         case {"type": "text"}:
-            _check_keys("response_format", response_format, ["type"])
+            select(response_format, {"type"}, prefix)
             return None
         case {"type": "json_object"}:
             schema = response_format.get("schema") or {"type": "object"}
-            keys = ["type", "schema"]  # the schema is an extension of llama.cpp
+            keys = {"type", "schema"}  # the schema is an extension of llama.cpp
         case {"type": "json_schema", "json_schema": {"schema": schema} as details}:
-            keys = ["type", "json_schema"]
-            name = "response_format.json_schema"
-            _check_keys(name, details, ["name", "description", "schema", "strict"])
-            strict = details.get("strict") or False
-            check_bool(f"{name}.strict", strict)
+            keys = {"type", "json_schema"}
+            name = "response_format.json_schema."
+            details = select(details, {"name", "description", "schema", "strict"}, name)
+            strict = check_bool(f"{name}strict", details.get("strict", False))
         case other:
             meaning = "of type text, json_object, or json_schema with json_schema.schema"
             raise invalid("response_format", f"must be {meaning}, not {show(other)}")
-    _check_keys("response_format", response_format, keys)
+    select(response_format, keys, prefix)
     with naming_outputs("response_format"):
         check_type("schema", schema, (dict,), "an object")
-        return f"start: %json {write_schema(schema, JSON_DEFAULTS, bool(strict))}"
+        return f"start: %json {write_schema(schema, JSON_DEFAULTS, strict)}"
 
 
 def write_alternatives(tools: ToolChoice, grammar: str) -> str:
     """Write a grammar of calls or of a format, whose `grammar` is given.
 
-    A call is optional. Arguments that no grammar holds are therefore any object.
+    A call is optional. If no grammar holds the arguments of all tools, they are any objects.
     """
 
     def write(each: list[Tool]) -> str:
-        calls = write_grammar(each, tools.is_parallel, is_optional=True)
+        calls = write_grammar(each, tools.is_parallel)
         return f"start: calls | format\ncalls: %lark {{ {calls}\n}}\nformat: %lark {{ {grammar}\n}}"
 
-    def holds(each: list[Tool]) -> bool:
-        try:
-            with naming_outputs():
-                check_in_process(write(each) + NO_FORCING)
-        except ValueError:
-            return False
-        return True
-
-    held = tools.tools
-    if not holds(held):
-        can_check = len(held) <= MAX_CHECKED_TOOLS
-        held = [tool if can_check and holds([tool]) else _free(tool) for tool in held]
-    return write(held)
+    with suppress(ValueError), naming_outputs():
+        alternatives = write(tools.tools)
+        check_in_process(alternatives + NO_FORCING)
+        return alternatives
+    functions = [tool["function"] for tool in tools.tools]
+    return write(
+        [{"function": {"name": each["name"], "parameters": ANY_OBJECT}} for each in functions]
+    )
 
 
-def _free(tool: Tool) -> Tool:
-    """Return a tool that takes any object."""
-    return {"function": {"name": tool["function"]["name"], "parameters": ANY_OBJECT}}
-
-
-def _check_keys(name: str, value: JsonObject, known: list[str]) -> None:
-    """Reject other keys than the known ones, because they could change the result."""
-    for key in value:
-        if key not in known and value[key] is not None:
-            raise invalid(f"{name}.{key}", "is not supported: leave it out")
-
-
-def write_grammar(tools: list[Tool], is_parallel: bool, is_optional: bool = False) -> str:
-    """Write a grammar, in llguidance's variant of Lark, of a call of one of `tools`, or of more.
-
-    If the call `is_optional`, no schema is strict.
-    """
+def write_grammar(tools: list[Tool], is_parallel: bool) -> str:
+    """Write a grammar, in llguidance's variant of Lark, of a call of one of `tools`, or of more."""
     calls: list[str] = []
     for tool in tools:
         function = tool["function"]
         head = f'{TOOL_CALL}\n{{"name": "{function["name"]}", "arguments": '
         parameters = function.get("parameters") or {}
         defaults = {} if COMBINATIONS & parameters.keys() else OBJECT
-        is_strict = not is_optional and True in (function.get("strict"), tool.get("strict"))
+        is_strict = function.get("strict") is True
         schema = write_schema({**defaults, **parameters, "x-guidance": {}}, JSON_STYLE, is_strict)
         tail = f"}}\n{END_TOOL_CALL}"
         calls.append(f"{json.dumps(head)} %json {schema} {json.dumps(tail)}")

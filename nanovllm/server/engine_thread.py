@@ -36,7 +36,6 @@ class Stream:
 
     def __init__(self, prompts: list[PreparedPrompt]) -> None:
         self.prompts = prompts
-        self.request_ids: list[int] = []  # one per choice, written by the engine thread
         self.newest: Outputs = {}
         self.error: str | None = None
         self.has_news = asyncio.Event()
@@ -80,7 +79,7 @@ class EngineThread(threading.Thread):
         self.llm = llm
         self.stop_reason: str | None = None
         self.stopping = asyncio.Event()  # set soon after stop_reason, on the event loop
-        self._loop: asyncio.AbstractEventLoop  # from start_on
+        self.loop: asyncio.AbstractEventLoop  # from start_on
         self._condition = threading.Condition()
         self._commands: deque[Callable[[], None]] = deque()  # to run between two steps
         self._streams: set[Stream] = set()  # open ones
@@ -92,7 +91,7 @@ class EngineThread(threading.Thread):
 
     def start_on(self, loop: asyncio.AbstractEventLoop) -> None:
         """Start the thread. It ends after `stop`, or if the engine fails."""
-        self._loop = loop
+        self.loop = loop
         self.start()
 
     @asynccontextmanager
@@ -111,13 +110,16 @@ class EngineThread(threading.Thread):
                 self._streams.discard(stream)
                 self._queue(partial(self._abort, stream))
 
-    async def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Return function(*args), run in the engine thread between two steps. It can raise."""
+    # In any thread.
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Return function(*args), run in the engine thread between two steps. It can raise.
+
+        Call it in a thread that can wait, which is neither the engine's nor the event loop's.
+        """
         future: Future[Any] = Future()
 
         def command() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
             try:
                 future.set_result(function(*args))
             except Exception as error:
@@ -126,14 +128,12 @@ class EngineThread(threading.Thread):
         with self._condition:
             self.raise_if_stopped()
             self._queue(command)
-        return await asyncio.wrap_future(future)
+        return future.result()
 
     def _queue(self, command: Callable[[], None]) -> None:
         """Run a command between two steps. Call it with the lock of the condition."""
         self._commands.append(command)
         self._condition.notify()
-
-    # In any thread.
 
     def raise_if_stopped(self) -> None:
         """Raise ApiError if the engine no longer serves requests."""
@@ -146,10 +146,7 @@ class EngineThread(threading.Thread):
             if self.stop_reason is None:
                 self.stop_reason = reason
             self._condition.notify()
-        self.call_on_loop(self.stopping.set)
-
-    def call_on_loop(self, callback: Callable[[], None]) -> None:
-        self._loop.call_soon_threadsafe(callback)
+        self.loop.call_soon_threadsafe(self.stopping.set)
 
     # In the engine thread.
 
@@ -191,19 +188,19 @@ class EngineThread(threading.Thread):
 
     def add(self, stream: Stream) -> None:
         """Queue the requests of a stream."""
+        index = 0
         for prompt in stream.prompts:
             if len(prompt.token_ids) >= self.llm.max_model_len:  # checked for the engine before
                 self._put({stream: {}}, "the engine was replaced by a smaller one: send it again")
                 return
             first_id = self.llm.add_prepared(prompt)
             for request_id in range(first_id, first_id + prompt.params.n):
-                self._choices[request_id] = (stream, len(stream.request_ids))
-                stream.request_ids.append(request_id)
+                self._choices[request_id] = (stream, index)
+                index += 1
 
     def _abort(self, stream: Stream) -> None:
-        for request_id in stream.request_ids:
-            choice = self._choices.get(request_id)
-            if choice is not None and choice[0] is stream:
+        for request_id, (owner, _) in list(self._choices.items()):
+            if owner is stream:
                 del self._choices[request_id]
                 self.llm.abort(request_id)
 
@@ -256,4 +253,4 @@ class EngineThread(threading.Thread):
             for stream, outputs in news.items():
                 stream.put(outputs, error)
 
-        self.call_on_loop(put_all)
+        self.loop.call_soon_threadsafe(put_all)

@@ -8,7 +8,6 @@ when it is complete. A block that is no call is text of the section in which it 
 """
 
 import re
-from typing import Any
 from uuid import uuid4
 
 from nanovllm.server.calls import END_FUNCTION, FUNCTION, Call, read_calls
@@ -27,11 +26,10 @@ def find_last_tag(given: JsonObject, prompt: list[int], vocabulary: Vocabulary) 
     The tag is the last word of the prompt. Only in a message that is continued, other words can
     follow it.
     """
-    continued = ""
-    if given.get("continue_final_message"):
-        continued = str(given["messages"][-1].get("content"))
     end = "".join(map(vocabulary.name, prompt[-NUM_TAG_TOKENS:]))
-    tags = re.findall(r"</?think>(?=\s*$)", end) + re.findall("</?think>", continued)
+    tags = re.findall(r"</?think>(?=\s*$)", end)
+    if given.get("continue_final_message"):
+        tags += re.findall("</?think>", str(given["messages"][-1].get("content")))
     return tags[-1] if tags else ""
 
 
@@ -43,9 +41,8 @@ class MessageParser(TextStream):
     ) -> None:
         """Without tools, calls are content. `last_tag` is that of the prompt."""
         super().__init__()
-        self.schemas: dict[str, Any] = {}  # function -> schema of its parameters
-        for tool in tools:
-            self.schemas[tool["function"]["name"]] = tool["function"].get("parameters")
+        functions = [tool["function"] for tool in tools]
+        self.schemas = {each["name"]: each.get("parameters") for each in functions}
         self.call_tags: tuple[str, ...] = ()
         if tools:  # some models leave out <tool_call>
             self.call_tags = (TOOL_CALL, *[f"{FUNCTION}{name}>" for name in self.schemas])
@@ -111,15 +108,10 @@ class MessageParser(TextStream):
         position = first_end
         for _ in range(MAX_ENDS):
             after = position + len(end)
-            block = self.text[start : after if start == 0 else position]
-            # Without an end of the block, a function that its own tag does not end is cut off.
-            is_cut = end in ("", END_THINK)
-            if is_cut and first == FUNCTION and not block.rstrip().endswith(END_FUNCTION):
-                break
-            calls = read_calls(block, self.schemas)
+            calls = read_calls(self.text[start : after if start == 0 else position], self.schemas)
             if calls:
                 return calls, position if end == TOOL_CALL else after
-            if is_cut:
+            if end in ("", END_THINK):
                 break
             position, end = yield from self.find(ends, after)
         return [], first_end

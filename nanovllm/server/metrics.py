@@ -33,9 +33,6 @@ class Metrics:
         self.time_to_first_token = histogram(
             "nanovllm_time_to_first_token_seconds", "Time to first token, after tokenization"
         )
-        self.inter_token_time = histogram(
-            "nanovllm_inter_token_seconds", "Time between tokens of a choice"
-        )
         self.request_time = histogram("nanovllm_request_seconds", "Time until the last token")
 
     def collect(self) -> list[Metric]:
@@ -50,17 +47,10 @@ class Metrics:
     async def measure(self, stream: Stream) -> AsyncIterator[Outputs]:
         """Yield the outputs of a request, and observe its latency."""
         start = time.perf_counter()
-        newest: dict[int, tuple[float, int]] = {}  # choice -> time and number of its tokens
+        is_first = True
         async for outputs in stream:
-            now = time.perf_counter()
-            if not newest:
-                self.time_to_first_token.observe(now - start)
-            for index, output in outputs.items():
-                num_tokens = len(output["token_ids"])
-                before, num_before = newest.get(index, (now, num_tokens))
-                num_new = num_tokens - num_before
-                for _ in range(num_new):  # several tokens can share a chunk, see Stream
-                    self.inter_token_time.observe((now - before) / num_new)
-                newest[index] = (now, num_tokens)
+            if is_first:
+                self.time_to_first_token.observe(time.perf_counter() - start)
+                is_first = False
             yield outputs
         self.request_time.observe(time.perf_counter() - start)

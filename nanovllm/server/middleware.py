@@ -1,6 +1,5 @@
 """Middleware: the check of Host and Origin, the log."""
 
-import ipaddress
 import re
 import select
 import time
@@ -14,6 +13,7 @@ from nanovllm.server.errors import ApiError, respond_error, show_path
 from nanovllm.server.metrics import Metrics
 from nanovllm.utils.helpers import report
 
+LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")  # with brackets in the header Host
 QUIET = ("/health", "/metrics", "/ping")  # polled every few seconds, so neither logged nor counted
 
 
@@ -48,7 +48,8 @@ class Middleware:
             await send(message)
 
         app = self.app
-        is_rebound = self.is_local and not is_loopback(read_host(request))
+        host = re.sub(r":\d*$", "", request.headers.get("Host", ""))
+        is_rebound = self.is_local and host not in LOOPBACK
         if is_rebound or is_foreign(request, self.allowed_origins):
             message = "requests from other web pages, or to another host name, are rejected"
             app = respond_error(ApiError(message, status=403))
@@ -59,21 +60,6 @@ class Middleware:
                 self.metrics.requests.labels(status).inc()
                 duration = 1000 * (time.perf_counter() - start)
                 log(f"{request.method} {show_path(request)} {status} {duration:.1f} ms")
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def read_host(request: Request) -> str:
-    """Return the Host header without a port. request.url would replace an invalid one."""
-    name = re.sub(r":\d*$", "", request.headers.get("Host", ""))
-    return name.removeprefix("[").removesuffix("]")
 
 
 def is_foreign(request: Request, allowed_origins: Sequence[str]) -> bool:

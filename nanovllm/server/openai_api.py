@@ -21,7 +21,7 @@ from starlette.types import ASGIApp
 
 from nanovllm import LLM, __version__
 from nanovllm.engine.outputs import NAN_LOGITS
-from nanovllm.server.bodies import Bodies, until_disconnect, until_stop
+from nanovllm.server.bodies import Bodies, until_disconnect
 from nanovllm.server.chat_completions import parse_chat
 from nanovllm.server.completions import parse_completion
 from nanovllm.server.engine_thread import EngineThread, Outputs
@@ -57,18 +57,18 @@ class Api:
 
     def __post_init__(self) -> None:
         self.metrics = Metrics(self.engine)
-        self.bodies = Bodies()
+        self.bodies = Bodies(self.engine)
 
     def make_app(self, routes: Sequence[Route] = (), is_local: bool = False) -> ASGIApp:
         """Make the app. `routes` come before the API's. `is_local`: see Middleware."""
         routes = [
             *routes,
-            self._post("/v1/completions", partial(parse_completion, self.model)),
-            self._post(
+            self.post("/v1/completions", partial(parse_completion, self.model)),
+            self.post(
                 "/v1/chat/completions", partial(parse_chat, self.model, self.parses_reasoning)
             ),
-            self._post("/tokenize", tokenize),
-            self._post("/detokenize", detokenize),
+            self.post("/tokenize", tokenize),
+            self.post("/detokenize", detokenize),
             Route("/v1/models", self.list_models),
             Route("/version", self.show_version),
             Route("/ping", self.check_health),
@@ -81,7 +81,7 @@ class Api:
         app = Starlette(routes=routes, exception_handlers=handlers)
         return Middleware(app, self.metrics, self.allowed_origins, is_local)
 
-    def _post(self, path: str, endpoint: Endpoint) -> Route:
+    def post(self, path: str, endpoint: Endpoint) -> Route:
         """Make the route of an endpoint that takes JSON."""
 
         def parse(body: JsonObject) -> JsonObject | Generation:
@@ -90,7 +90,7 @@ class Api:
 
         async def respond_to(request: Request) -> Response:
             self._authorize(request)
-            result = await until_stop(self.engine, self.bodies.read(request, parse))
+            result = await self.bodies.read(request, parse)
             if not isinstance(result, Generation):
                 return respond(result)
             self.engine.raise_if_stopped()
@@ -123,7 +123,7 @@ class Api:
 
     async def _answer(self, generation: Generation) -> Response:
         async for outputs in self._serve(generation):
-            generation.reply.take(outputs)
+            generation.reply.newest.update(outputs)
         return respond(generation.reply.write_whole())
 
     def _check_model(self, name: object) -> None:

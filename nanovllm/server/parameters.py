@@ -85,12 +85,10 @@ def select(body: JsonObject, names: Set[str], prefix: str = "") -> JsonObject:
 def read_stream_options(given: JsonObject) -> StreamOptions:
     is_stream = check_bool("stream", given.get("stream", False))
     name = "stream_options"
-    if name not in given:
-        return StreamOptions(is_stream)
-    if not is_stream:
-        raise invalid(name, "needs stream=true: set it, or leave it out")
-    options = check_type(name, given[name], (dict,), "an object")
+    options = check_type(name, given.get(name, {}), (dict,), "an object")
     options = select(options, {"include_usage", "continuous_usage_stats"}, f"{name}.")
+    if options and not is_stream:
+        raise invalid(name, "needs stream=true: set it, or leave it out")
     for field, value in options.items():
         check_bool(f"{name}.{field}", value)
     return StreamOptions(is_stream, **options)

@@ -8,7 +8,7 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
 from shutil import copytree, ignore_patterns
@@ -22,9 +22,9 @@ from starlette.routing import Route
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm.config import Config
 from nanovllm.engine.scheduler import POLICIES
-from nanovllm.server.bodies import Bodies, until_stop
 from nanovllm.server.engine_thread import EngineThread, Stream
-from nanovllm.server.errors import JsonObject, blaming, respond
+from nanovllm.server.errors import JsonObject, blaming
+from nanovllm.server.openai_api import Endpoint
 from nanovllm.trace.page import read_template, shorten
 from nanovllm.trace.reader import Reader
 from nanovllm.trace.recorder import Recorder
@@ -34,7 +34,6 @@ from nanovllm.utils.checks import (
     check_int,
     check_names,
     check_number,
-    check_type,
 )
 from nanovllm.utils.helpers import read_json
 
@@ -94,19 +93,9 @@ class LiveTimeline(Timeline):
         self.reader.steps.clear()
 
 
-class WatchedLLM(LLM):
-    """An engine that records a LiveTimeline."""
-
-    def __init__(self, model: str, **options: Any) -> None:
-        super().__init__(model, **options)
-        self.timeline = LiveTimeline()
-        self.add_feature(Recorder(self.timeline))
-
-
 class Playground(EngineThread):
     """An engine whose steps can be watched and held."""
 
-    llm: WatchedLLM
     seconds_per_choice = 0.0  # a client sees the same steps as the page
 
     def __init__(self, model: str, options: dict[str, Any]) -> None:
@@ -123,19 +112,25 @@ class Playground(EngineThread):
         self.next_time = 0.0
         self.changed = asyncio.Event()  # set and replaced when there is something to show
         super().__init__(self.make_llm(**self.options))
+        self.record()
 
-    def make_llm(self, random_model: str, **options: Any) -> WatchedLLM:
+    def make_llm(self, random_model: str, **options: Any) -> LLM:
         """Start an engine of the given model, or of a tiny random one."""
         check_choice("random_model", random_model, ("", *RANDOM_MODELS))
         if not random_model:
-            return WatchedLLM(self.model, **options)
+            return LLM(self.model, **options)
         with TemporaryDirectory() as directory:
             without_weights = ignore_patterns("*.safetensors")
             copytree(DEMO_MODEL, directory, ignore=without_weights, dirs_exist_ok=True)
             path = Path(directory, "config.json")
             config = {**read_json(path), **RANDOM_MODELS[random_model]}
             path.write_text(json.dumps(config))
-            return WatchedLLM(directory, **{**options, "load_format": "dummy"})
+            return LLM(directory, **{**options, "load_format": "dummy"})
+
+    def record(self) -> None:
+        """Record the steps of a new engine."""
+        self.timeline = LiveTimeline()
+        self.llm.add_feature(Recorder(self.timeline))
 
     # In the engine thread.
 
@@ -146,6 +141,7 @@ class Playground(EngineThread):
         """
         options = {**self.options, **changes}
         self.replace(self.make_llm(**options), "the engine was replaced")
+        self.record()
         self.options = options
         self.late.clear()
         self.run_number += 1
@@ -160,7 +156,7 @@ class Playground(EngineThread):
 
     def add_due(self) -> None:
         for stream, step in list(self.late.items()):
-            if step <= len(self.llm.timeline.steps) or self.llm.is_finished():
+            if step <= len(self.timeline.steps) or self.llm.is_finished():
                 del self.late[stream]
                 self.add(stream)
 
@@ -177,7 +173,7 @@ class Playground(EngineThread):
         self.num_single_steps = max(0, self.num_single_steps - 1)
         self.next_time = time.monotonic() + (self.pause or 0.0)
         self.add_due()
-        if len(self.llm.timeline.steps) > MAX_STEPS and self.llm.is_finished():
+        if len(self.timeline.steps) > MAX_STEPS and self.llm.is_finished():
             self.change_engine({})
         self.announce()
 
@@ -194,12 +190,12 @@ class Playground(EngineThread):
             self.changed.set()
             self.changed = asyncio.Event()
 
-        self.call_on_loop(wake)
+        self.loop.call_soon_threadsafe(wake)
 
     # On the event loop.
 
-    def routes(self, bodies: Bodies) -> list[Route]:
-        self.bodies = bodies
+    def routes(self, post: Callable[[str, Endpoint], Route]) -> list[Route]:
+        """Return the routes of the page. `post` makes that of an endpoint that takes JSON."""
         routes = [Route("/", self.show_page), Route("/playground/events", self.follow)]
         commands = {
             "prompts": self.take_prompts,
@@ -208,8 +204,7 @@ class Playground(EngineThread):
             "engine": self.take_options,
         }
         for name, command in commands.items():
-            path = f"/playground/{name}"
-            routes.append(Route(path, partial(self.take, command), methods=["POST"]))
+            routes.append(post(f"/playground/{name}", partial(self.take, command)))
         return routes
 
     async def show_page(self, request: Request) -> Response:
@@ -225,26 +220,20 @@ class Playground(EngineThread):
         return HTMLResponse(page.replace("<script>", f'<script nonce="{nonce}">'), headers=headers)
 
     async def follow(self, request: Request) -> Response:
-        """Send all recorded steps, then each new one, as server-sent events.
+        """Send all recorded steps, then each new one, as server-sent events."""
+        return StreamingResponse(self._messages(), media_type="text/event-stream")
 
-        A browser that reconnects sends the id of the last message, run:position.
-        """
-        last_id = request.headers.get("Last-Event-ID", "0:0")
-        run_number, _, position = last_id.partition(":")
-        with blaming({}):
-            messages = self._messages(int(run_number), max(0, int(position)))
-        return StreamingResponse(messages, media_type="text/event-stream")
-
-    async def _messages(self, run_number: int, position: int) -> AsyncIterator[str]:
+    async def _messages(self) -> AsyncIterator[str]:
+        run_number = 0
+        position = 0
         while self.stop_reason is None:
             changed = self.changed
             if run_number != self.run_number:
                 run_number = self.run_number
                 position = 0
-            steps = self.llm.timeline.steps[position:]
+            steps = self.timeline.steps[position:]
             state = json.dumps({**self._describe(), "first": position})
             position += len(steps)
-            yield f"id: {run_number}:{position}\n"
             yield f'data: {state[:-1]}, "steps": [{", ".join(steps)}]}}\n\n'
             await changed.wait()
             await asyncio.sleep(MESSAGE_INTERVAL)
@@ -253,23 +242,22 @@ class Playground(EngineThread):
         waiting = list(self.llm.scheduler.waiting)[:20]
         return {
             "run": self.run_number,
-            "settings": self.llm.timeline.reader.settings,
+            "settings": self.timeline.reader.settings,
             "options": {name: self.options[name] for name in DEFAULTS},
             "pause": self.pause,
             "is_idle": self.llm.is_finished(),
             "arrivals": [(seq.seq_id, len(seq.token_ids)) for seq in waiting],
         }
 
-    async def take(
-        self, command: Callable[[JsonObject], Coroutine[Any, Any, Any]], request: Request
-    ) -> Response:
-        body = await until_stop(self, self.bodies.read(request, dict))
-        with blaming(body):
-            reply = await until_stop(self, command(body))
-        self.announce()
-        return respond(reply or {})
+    # In a thread that reads a body.
 
-    async def take_prompts(self, body: JsonObject) -> None:
+    def take(self, command: Callable[[JsonObject], Any], body: JsonObject, llm: LLM) -> JsonObject:
+        with blaming(body):
+            reply = command(body)
+        self.announce()
+        return reply or {}
+
+    def take_prompts(self, body: JsonObject) -> None:
         """Queue prompts: {"chats": [text], "params": {...}}, or "prompts" without a template.
 
         "step" is the step that they join, and "run" the engine that they are meant for, whose
@@ -278,26 +266,23 @@ class Playground(EngineThread):
         run = body.get("run", self.run_number)
         step = check_int("step", body.get("step", 0), 0)
         llm = self.llm
-        options: Any = check_type("params", body.get("params", {}), (dict,), "an object")
-        params = SamplingParams(**options)
+        params = SamplingParams(**body.get("params", {}))
         prompts: Any = body.get("prompts")
         if prompts is None:
-            texts: Any = body.get("chats")
-            check_type("chats", texts, (list,), "a list of str")
+            texts = body.get("chats", [])
             prompts = llm.encode_chats([[{"role": "user", "content": text}] for text in texts])
-        prepared = await self.bodies.call(partial(llm.prepare_prompts, prompts, params))
-        await self.call(self.add_late, run, step, Stream(prepared))
+        self.call(self.add_late, run, step, Stream(llm.prepare_prompts(prompts, params)))
 
-    async def take_abort(self, body: JsonObject) -> None:
+    def take_abort(self, body: JsonObject) -> None:
         request_id = check_int("request_id", body.get("request_id"), 0)
-        await self.call(self.abort, request_id, "the request was aborted on the page")
+        self.call(self.abort, request_id, "the request was aborted on the page")
 
-    async def take_pace(self, body: JsonObject) -> None:
+    def take_pace(self, body: JsonObject) -> None:
         pause = body.get("pause")
         if pause is not None:
             pause = check_number("pause", pause, 0.0, 60.0)
-        await self.call(self.set_pace, pause, check_int("steps", body.get("steps", 0), 0))
+        self.call(self.set_pace, pause, check_int("steps", body.get("steps", 0), 0))
 
-    async def take_options(self, body: JsonObject) -> JsonObject:
+    def take_options(self, body: JsonObject) -> JsonObject:
         check_names(body, DEFAULTS)
-        return {"run": await self.call(self.change_engine, body)}
+        return {"run": self.call(self.change_engine, body)}

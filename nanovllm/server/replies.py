@@ -6,13 +6,14 @@ completions.py and chat_completions.py have the rest. https://platform.openai.co
 import json
 import time
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 from uuid import uuid4
 
 from nanovllm.engine.input_processor import PreparedPrompt
-from nanovllm.engine.outputs import RequestOutput
+from nanovllm.engine.outputs import FinishReason, RequestOutput
 from nanovllm.server.engine_thread import Outputs
 from nanovllm.server.errors import JsonObject
+from nanovllm.server.token_texts import ChatTexts, CompletionTexts
 from nanovllm.text.vocabulary import Vocabulary
 
 
@@ -27,29 +28,31 @@ class StreamOptions:
 
 
 class Choice:
-    """Writes the outputs of one choice. A subclass knows the fields of its endpoint."""
+    """Writes the outputs of one choice: a completion, unless a subclass writes something else."""
 
+    texts: CompletionTexts | ChatTexts | None = None  # if log probabilities are requested
     num_chars = 0  # written
     num_tokens = 0
 
     def write(self, index: int, output: RequestOutput) -> JsonObject:
         """Return a choice with the text and tokens that are not written yet."""
-        part: RequestOutput = {
-            **output,
-            "text": output["text"][self.num_chars :],
-            "token_ids": output["token_ids"][self.num_tokens :],
-        }
-        if output["logprobs"] is not None:
-            part["logprobs"] = output["logprobs"][self.num_tokens :]
-        choice = {"index": index, "finish_reason": output["finish_reason"], "logprobs": None}
-        choice |= self.write_part(part)
+        reason = output["finish_reason"]
+        choice: JsonObject = {"index": index, "finish_reason": reason, "logprobs": None}
+        if self.texts is not None:
+            entries = output["logprobs"] or []
+            choice["logprobs"] = self.texts.write(
+                output["token_ids"][self.num_tokens :],
+                entries[self.num_tokens :],
+                is_last=reason is not None,
+            )
+        choice |= self.write_text(output["text"][self.num_chars :], reason)
         self.num_chars = len(output["text"])
         self.num_tokens = len(output["token_ids"])
         return choice
 
-    def write_part(self, part: RequestOutput) -> JsonObject:
-        """Return the fields of a choice. `part` is an output without what has been written."""
-        raise NotImplementedError
+    def write_text(self, text: str, reason: FinishReason | None) -> JsonObject:
+        """Return the fields for new text. They can replace the finish reason, which is given."""
+        return {"text": text}
 
 
 @dataclass
@@ -72,23 +75,19 @@ class Reply:
             "created": int(time.time()),
             "model": self.model,
         }
-        self.newest: Outputs = {}
-        self.choices: dict[int, Choice] = {}
+        self.newest: Outputs = {}  # of each choice
+        self.choices: dict[int, Any] = {}
 
-    def make_choice(self, index: int, output: RequestOutput) -> Choice:
+    def make_choice(self, output: RequestOutput) -> Choice:
         """Make the writer of a choice whose first output is given."""
         raise NotImplementedError
 
-    def take(self, outputs: Outputs) -> Outputs:
-        """Keep new outputs, and return those to be written."""
-        self.newest.update(outputs)
-        return outputs
-
     def write_chunk(self, outputs: Outputs) -> str:
         """Return the events for new `outputs`. A token without text has an event, too."""
+        self.newest.update(outputs)
         events: list[str] = []
-        for index, output in self.take(outputs).items():
-            chunk = {**self.head, "choices": [self._write_choice(index, output)]}
+        for index, output in outputs.items():
+            chunk = {**self.head, "choices": [self.write_choice(index, output)]}
             if self.stream.include_usage:
                 chunk["usage"] = None
                 if self.stream.continuous_usage_stats:
@@ -106,12 +105,12 @@ class Reply:
 
     def write_whole(self) -> JsonObject:
         """Return the reply to a request that does not stream."""
-        choices = [self._write_choice(index, self.newest[index]) for index in sorted(self.newest)]
+        choices = [self.write_choice(index, self.newest[index]) for index in sorted(self.newest)]
         return {**self.head, "choices": choices, "usage": self.write_usage()}
 
-    def _write_choice(self, index: int, output: RequestOutput) -> JsonObject:
+    def write_choice(self, index: int, output: RequestOutput) -> JsonObject:
         if index not in self.choices:
-            self.choices[index] = self.make_choice(index, output)
+            self.choices[index] = self.make_choice(output)
         return self.choices[index].write(index, output)
 
     def write_usage(self) -> JsonObject:

@@ -20,7 +20,10 @@ LEAST_LOGPROB = -9999.0  # stands for -inf, as in vLLM, because JSON has no infi
 
 
 class TokenTexts:
-    """Describes the tokens of one choice, in order."""
+    """Describes the tokens of one choice, in order.
+
+    A subclass has `write`, which returns the `logprobs` of an endpoint for more tokens.
+    """
 
     def __init__(self, vocabulary: Vocabulary, prompt_token_ids: list[int]) -> None:
         """The tokens to be described follow `prompt_token_ids`."""
@@ -31,39 +34,6 @@ class TokenTexts:
         self.token_ids = list(prompt_token_ids)
         self.text = ""  # text of the tokens after the prompt
         self.offset = 0  # where the next token begins in the text
-
-    def write_completion(self, token_ids: list[int], entries: Entries, is_last: bool) -> JsonObject:
-        """Describe more tokens as a completion does. `is_last` if none follow."""
-        found: JsonObject = {
-            "tokens": [],
-            "token_logprobs": [],
-            "top_logprobs": [],
-            "text_offset": [],
-        }
-        for index, (token_id, entry) in enumerate(zip(token_ids, entries), 1):
-            found["text_offset"].append(self.offset)
-            token = self._take(token_id, is_last and index == len(token_ids))
-            names = self._name_candidates(entry, token_id, token)
-            found["tokens"].append(token)
-            found["token_logprobs"].append(names.get(token))
-            found["top_logprobs"].append(names or None)
-        return found
-
-    def write_chat(
-        self, token_ids: list[int], entries: Entries, is_last: bool, num_top: int
-    ) -> JsonObject:
-        """Describe more tokens as a chat does, each with its `num_top` best candidates."""
-        content: list[JsonObject] = []
-        for index, (token_id, entry) in enumerate(zip(token_ids, entries), 1):
-            token = self._take(token_id, is_last and index == len(token_ids))
-            names = self._name_candidates(entry, token_id, token)
-            candidates = [
-                self._describe(candidate_id, name, logprob)
-                for candidate_id, (name, logprob) in zip(entry or (), names.items())
-            ]
-            described = self._describe(token_id, token, names[token])
-            content.append({**described, "top_logprobs": candidates[:num_top]})
-        return {"content": content}
 
     def _take(self, token_id: int, is_last: bool) -> str:
         """Return the text that a token adds, or its name if it is special."""
@@ -98,3 +68,42 @@ class TokenTexts:
     def _describe(self, token_id: int, name: str, logprob: float) -> JsonObject:
         token_bytes = list(self.vocabulary.read_bytes(token_id))
         return {"token": name, "logprob": logprob, "bytes": token_bytes}
+
+
+class CompletionTexts(TokenTexts):
+    """Writes lists with an item for each token."""
+
+    def write(self, token_ids: list[int], entries: Entries, is_last: bool) -> JsonObject:
+        found: JsonObject = {
+            "tokens": [],
+            "token_logprobs": [],
+            "top_logprobs": [],
+            "text_offset": [],
+        }
+        for index, (token_id, entry) in enumerate(zip(token_ids, entries), 1):
+            found["text_offset"].append(self.offset)
+            token = self._take(token_id, is_last and index == len(token_ids))
+            names = self._name_candidates(entry, token_id, token)
+            found["tokens"].append(token)
+            found["token_logprobs"].append(names.get(token))
+            found["top_logprobs"].append(names or None)
+        return found
+
+
+class ChatTexts(TokenTexts):
+    """Writes an object for each token."""
+
+    num_top = 0  # candidates beside each token
+
+    def write(self, token_ids: list[int], entries: Entries, is_last: bool) -> JsonObject:
+        content: list[JsonObject] = []
+        for index, (token_id, entry) in enumerate(zip(token_ids, entries), 1):
+            token = self._take(token_id, is_last and index == len(token_ids))
+            names = self._name_candidates(entry, token_id, token)
+            candidates = [
+                self._describe(candidate_id, name, logprob)
+                for candidate_id, (name, logprob) in zip(entry or (), names.items())
+            ]
+            described = self._describe(token_id, token, names[token])
+            content.append({**described, "top_logprobs": candidates[: self.num_top]})
+        return {"content": content}

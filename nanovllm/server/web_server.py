@@ -18,10 +18,10 @@ import uvicorn
 from nanovllm import DEMO_MODEL, LLM
 from nanovllm.config import Config
 from nanovllm.server.engine_thread import EngineThread
-from nanovllm.server.middleware import is_loopback
+from nanovllm.server.middleware import LOOPBACK
 from nanovllm.server.openai_api import Api
 from nanovllm.server.playground import Playground
-from nanovllm.utils.checks import check_int, naming
+from nanovllm.utils.checks import naming
 from nanovllm.utils.helpers import parse_value, report
 
 SHUTDOWN = "the server is shutting down"
@@ -32,10 +32,9 @@ KEEP_ALIVE_SECONDS = 75  # between requests, longer than proxies reuse an idle c
 class Server(uvicorn.Server):
     """Runs until the engine has stopped, which ends all streams. uvicorn then waits for clients."""
 
-    def __init__(self, config: uvicorn.Config, engine: EngineThread, welcome: str) -> None:
+    def __init__(self, config: uvicorn.Config, engine: EngineThread) -> None:
         super().__init__(config)
         self.engine = engine
-        self.welcome = welcome
 
     async def main_loop(self) -> None:
         """Start the engine, and return when it has ended."""
@@ -43,12 +42,11 @@ class Server(uvicorn.Server):
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self.engine.stop, SHUTDOWN)
         self.engine.start_on(loop)
-        report(self.welcome)
         await asyncio.to_thread(self.engine.join)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Shut down as uvicorn does, and end the process, also if a client does not read."""
-        await asyncio.wait([asyncio.ensure_future(super().shutdown(sockets))], timeout=GRACE)
+        await super().shutdown(sockets)
         # sys.exit would wait for threads that still tokenize or compile.
         os._exit(0 if self.engine.stop_reason == SHUTDOWN else 1)
 
@@ -112,16 +110,17 @@ def bind(host: str, port: int) -> socket.socket:
 
 def start(args: argparse.Namespace) -> tuple[socket.socket, EngineThread]:
     """Reserve the address, and load the model. Raises ValueError or TypeError."""
-    is_open = not is_loopback(args.host) or args.allowed_origins
+    is_open = args.host not in LOOPBACK or args.allowed_origins
     if args.playground and (is_open or args.api_key or hasattr(args, "trace")):
         raise ValueError(
             "--playground shows every prompt to everyone who opens the page, and records every"
-            " step: use a loopback --host such as 127.0.0.1, and none of --api-key,"
+            " step: use --host 127.0.0.1, localhost or ::1, and none of --api-key,"
             " --allowed-origins and --trace"
         )
-    check_int("--port", args.port, 0, 65535)
     address = f"--host {args.host} --port {args.port} is not available, choose another address"
-    with naming(address, OSError, UnicodeError):  # before the model, which takes a while
+    with naming(
+        address, OSError, OverflowError, UnicodeError
+    ):  # before the model, which takes a while
         reserved = bind(args.host, args.port)
     names = [field.name for field in fields(Config)[1:]]
     options = {name: value for name, value in vars(args).items() if name in names}
@@ -130,8 +129,7 @@ def start(args: argparse.Namespace) -> tuple[socket.socket, EngineThread]:
         engine = Playground(args.model, options)
     else:
         engine = EngineThread(LLM(args.model, **options))
-    with naming(address, OSError):  # another server may have listened there first
-        reserved.listen()
+    reserved.listen()
     return reserved, engine
 
 
@@ -146,9 +144,8 @@ def main() -> None:
         reserved, engine = start(args)
     except (ValueError, TypeError) as error:
         parser.error(str(error))
-    name = args.served_model_name
-    if name is None:
-        name = "demo_model" if args.model == DEMO_MODEL else args.model
+    path_name = "demo_model" if args.model == DEMO_MODEL else args.model
+    name = args.served_model_name or path_name
     api = Api(
         engine,
         name,
@@ -158,7 +155,7 @@ def main() -> None:
         parses_reasoning=args.reasoning_parser is not None,
     )
     if isinstance(engine, Playground):
-        app = api.make_app(engine.routes(api.bodies), is_local=True)
+        app = api.make_app(engine.routes(api.post), is_local=True)
     else:
         app = api.make_app()
     config = uvicorn.Config(
@@ -169,9 +166,10 @@ def main() -> None:
         access_log=False,
         date_header=False,  # main_loop does not update it
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=GRACE,
     )
     gc.collect()
     gc.freeze()  # otherwise each collection visits the objects of torch, and holds the GIL
     host = f"[{args.host}]" if ":" in args.host else args.host
-    welcome = f"serving {name} on http://{host}:{reserved.getsockname()[1]}"
-    Server(config, engine, welcome).run([reserved])
+    report(f"serving {name} on http://{host}:{reserved.getsockname()[1]}")
+    Server(config, engine).run([reserved])

@@ -94,10 +94,10 @@ def test_engines_are_compared_on_the_same_work(capsys):
         (["--input-len", "9", "3"], "--input-len"),
         (["--input-len", "0", "3"], "--input-len"),
         (["--num-seqs", "1000000000"], "--num-seqs"),
+        (["--repeat", "-1"], "--repeat"),
         (["--temperature", "nan"], "temperature"),
         (["--shared-prefix", "5000"], "max_model_len=5025"),
         (["--set", "max_model_len=4"], "max_model_len"),
-        (["--set", "max_model_len=None"], "max_model_len"),
         (["--set", "num_kvcache_blocks=1"], "num_kvcache_blocks"),
         (["--set", "max_num_seq=3"], "max_num_seq"),
         (["--model", "./nowhere"], "directory"),
@@ -134,7 +134,7 @@ class LLM:
 
 
 def test_a_checkout_of_nano_vllm_runs_in_its_own_process(tmp_path, monkeypatch, capsys):
-    """Its package has the name of ours. An error of it is one of bench.py."""
+    """Its package has the name of ours."""
     package = tmp_path / "nanovllm"
     package.mkdir()
     (package / "__init__.py").write_text(STAND_IN)
@@ -145,9 +145,6 @@ def test_a_checkout_of_nano_vllm_runs_in_its_own_process(tmp_path, monkeypatch, 
     main([*TINY, *engine, "--json"])
     report = json.loads(capsys.readouterr().out)
     assert report["ratios"].keys() == {"nano-vllm/nanovllm"}
-    (package / "__init__.py").write_text("raise ImportError('no flash_attn')")
-    with pytest.raises(ImportError, match="no flash_attn"):
-        main([*TINY, *engine])
 
 
 def test_error_of_a_run_is_not_reported_as_an_invalid_option(monkeypatch):
@@ -186,7 +183,6 @@ SLOW_MEMORY = PeakRates(1e3, 1e6, "bfloat16")
     "shared_prefix, dtype, peak, seconds",
     [
         (0, BFLOAT16, SLOW_PROCESSOR, 22.016 + 8.0 + 4.192),
-        (2, BFLOAT16, SLOW_PROCESSOR, 14.912 + 8.0 + 4.192),
         (2, FLOAT32, SLOW_MEMORY, 7.232 + 8.0 + 7.808),
     ],
 )
@@ -211,7 +207,6 @@ def test_roofline_counts_necessary_flops_and_bytes(shared_prefix, dtype, peak, s
 @pytest.mark.parametrize(
     "shared_prefix, peak, seconds",
     [
-        (0, SLOW_PROCESSOR, 22.0 + 7.936 + 4.096),
         (2, SLOW_PROCESSOR, 14.896 + 7.936 + 4.096),
         (0, SLOW_MEMORY, 3.616 + 3.968 + 3.856),
     ],
@@ -273,10 +268,9 @@ def test_roofline_counts_recurrent_states():
     assert least == pytest.approx(4.512 + 7.328)
 
 
-@pytest.mark.parametrize("name, millions", [("gemma-3-270m", 268), ("gemma-3-1b", 1000)])
-def test_shapes_have_the_parameters_of_the_released_models(name, millions):
-    sizes = roofline.find_sizes(read_spec(SHAPES[name], BFLOAT16, 1))
-    assert round((sizes.matrices + sizes.head) / 1e6) == millions
+def test_a_shape_with_windows_is_that_of_the_released_model():
+    sizes = roofline.find_sizes(read_spec(SHAPES["gemma-3-270m"], BFLOAT16, 1))
+    assert round((sizes.matrices + sizes.head) / 1e6) == 268
     assert {shape.window for shape in sizes.attention} == {None, 512}
 
 

@@ -5,6 +5,7 @@ import re
 import socket
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 
 import httpx
@@ -72,6 +73,19 @@ def read_all(connection):
     """Read until the server closes the connection."""
     with connection:
         return b"".join(iter(lambda: connection.recv(2**16), b"")).decode()
+
+
+def count_decodes(url):
+    """Wait until the engine is idle with all blocks free. Return its number of decode tokens."""
+    idle = {"num_running": 0, "num_waiting": 0, "num_free_blocks": NUM_BLOCKS}
+    for _ in range(1000):
+        text = CLIENT.get(f"{url}/metrics").text
+        lines = re.findall(r"^nanovllm_(\w+) (\S+)$", text, re.MULTILINE)
+        stats = {name: float(value) for name, value in lines}
+        if stats == stats | idle:
+            return stats["num_decode_tokens_total"]
+        time.sleep(0.02)
+    raise AssertionError(stats)
 
 
 def wait_for_line(process, text):

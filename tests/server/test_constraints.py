@@ -130,21 +130,32 @@ FIELDS = {
 }
 
 
+def make_schema(field):
+    definitions = {"x": field, "a": {"type": "integer"}}
+    properties = {"a": {"$ref": "#/$defs/x"}}
+    return {"$defs": definitions, "type": "object", "required": ["a"], "properties": properties}
+
+
 @pytest.mark.parametrize("name", FIELDS)
 def test_everyday_fields_are_accepted_unless_they_are_strict(llm, name):
     field, key, value = FIELDS[name]
-    definitions = {"x": field, "a": {"type": "integer"}}
-    schema = {"$defs": definitions, "type": "object", "required": ["a"]}
-    schema["properties"] = {"a": {"$ref": "#/$defs/x"}}
-    tool, strict_tool = (make_tool(schema, strict) for strict in (False, True))
+    schema = make_schema(field)
+    assert allow(llm, json.dumps({"a": value}), **make_format(schema)) == [True]
+    with pytest.raises(ApiError, match=key) as caught:
+        parse(llm, **make_format(schema, strict=True))
+    assert caught.value.param == "response_format"
+
+
+def test_each_parameter_says_whether_it_is_strict(llm):
+    field, key, value = FIELDS["set"]
+    schema = make_schema(field)
     text = json.dumps({"a": value})
     call = make_call(text)
-    for strict in (False, None):
-        assert allow(llm, text, **make_format(schema, strict=strict)) == [True]
+    tool, strict_tool = (make_tool(schema, strict) for strict in (False, True))
+    assert allow(llm, text, **make_format(schema, strict=None)) == [True]
     for choice in ("required", NAMED):
         assert allow(llm, call, tools=[tool], tool_choice=choice) == [True]
     for param, body in (
-        ("response_format", make_format(schema, strict=True)),
         ("response_format", {**make_format(schema, strict=True), "tools": [tool]}),
         ("structured_outputs", {"structured_outputs": {"json": schema}}),
         ("tools", {"tools": [strict_tool], "tool_choice": NAMED}),
@@ -175,12 +186,11 @@ def test_everyday_fields_are_accepted_unless_they_are_strict(llm, name):
     ],
 )
 def test_a_format_beside_tools(llm, options, call, text):
-    assert allow(llm, CALL, TEXT, **JSON, **options) == [call, text]
-    assert allow(llm, f"{CALL}\n{CALL}", **JSON, **options) == [call]
-    texts = [f"{CALL}{TEXT}", "Words.", CALL.replace("add", "other"), CALL.replace("1", '"x"')]
-    assert allow(llm, *texts, **JSON, **options) == [False] * 4
-    one = {"parallel_tool_calls": False}
-    assert allow(llm, f"{CALL}\n{CALL}", **JSON, **options, **one) == [False]
+    two = f"{CALL}\n{CALL}"
+    wrong = [f"{CALL}{TEXT}", "Words.", CALL.replace("add", "other"), CALL.replace("1", '"x"')]
+    allowed = allow(llm, CALL, two, TEXT, *wrong, **JSON, **options)
+    assert allowed == [call, call, text, *[False] * 4]
+    assert allow(llm, two, **JSON, **options, parallel_tool_calls=False) == [False]
 
 
 UNHELD_FIELDS = [
@@ -192,21 +202,15 @@ UNHELD_FIELDS = [
 ]
 
 
-def test_a_tool_that_may_be_called_takes_any_object_if_no_grammar_holds_its_own(llm):
-    """The other tools keep their schemas."""
-    tools = [make_tool(PAIR)]
-    texts = [TEXT, make_call(TEXT), make_call('{"a": "x"}')]
-    for index, field in enumerate(UNHELD_FIELDS):
-        tools.append(make_tool({"properties": {"a": field}}, name=f"f{index}"))
-        texts.append(make_call('{"x": [null]}', f"f{index}"))
-    texts.append(make_call("[1]", "f0"))
-    allowed = allow(llm, *texts, **JSON, tools=tools)
-    assert allowed == [True, True, False, *[True] * len(UNHELD_FIELDS), False]
+@pytest.mark.parametrize("field", UNHELD_FIELDS, ids=str)
+def test_tools_that_may_be_called_take_any_object_if_no_grammar_holds_their_own(llm, field):
+    tools = [make_tool(PAIR), make_tool({"properties": {"a": field}}, name="other")]
+    texts = [TEXT, make_call(TEXT), make_call('{"x": [null]}', "other"), make_call("[1]", "other")]
+    assert allow(llm, *texts, **JSON, tools=tools) == [True, True, True, False]
 
 
-@pytest.mark.parametrize("field", UNHELD_FIELDS[1:3], ids=str)
-def test_an_error_names_the_parameter_at_fault(llm, field):
-    schema = {"properties": {"a": field}}
+def test_an_error_names_the_parameter_at_fault(llm):
+    schema = {"properties": {"a": UNHELD_FIELDS[1]}}
     for param, body in (
         ("tools", {"tools": [make_tool(schema)], "tool_choice": NAMED}),
         ("tools", {"tools": [make_tool(schema)], "tool_choice": "required", **JSON}),
@@ -223,30 +227,31 @@ def test_an_error_names_the_parameter_at_fault(llm, field):
 # --- Thoughts
 
 
+ALONE = [True, False, False]  # a constraint allows its text
+WHOLE = [True, True, False]  # or also with reasoning before it
+REST = [False, True, True]  # or only with the end of reasoning, which may be the whole
+CHOICE = {"structured_outputs": {"choice": ["yes"]}}
+
+
 @pytest.mark.parametrize(
-    "start, expected",
+    "start, expected, options, text",
     [
-        ("", {"plain": True, "whole": True, "rest": False}),
-        ("<think>", {"plain": False, "whole": True, "rest": True}),
-        ("<think>\n", {"plain": False, "whole": True, "rest": True}),
-        ("<think>\n\n</think>\n\n", {"plain": True, "whole": False, "rest": False}),
-        ("I mean <think> as a word:", {"plain": True, "whole": True, "rest": False}),
+        ("", WHOLE, JSON, TEXT),
+        ("<think>", REST, JSON, TEXT),
+        ("<think>\n", REST, CHOICE, "yes"),
+        ("<think>\n\n</think>\n\n", ALONE, JSON, TEXT),
+        ("I mean <think> as a word:", WHOLE, JSON, TEXT),
+        ("", WHOLE, {"tools": [TOOL], "tool_choice": "required"}, CALL),
+        ("<think>", REST, {"tools": [TOOL], "tool_choice": "required"}, CALL),
     ],
 )
-@pytest.mark.parametrize("kind", ["format", "call", "choice"])
-def test_a_constraint_holds_after_the_thoughts(llm, start, expected, kind):
-    options, text = {
-        "format": (JSON, TEXT),
-        "call": ({"tools": [TOOL], "tool_choice": "required"}, CALL),
-        "choice": ({"structured_outputs": {"choice": ["yes"]}}, "yes"),
-    }[kind]
+def test_a_constraint_holds_after_the_thoughts(llm, start, expected, options, text):
     options = {**options, "chat_template_kwargs": {"start": start}}
-    texts = {"plain": text, "whole": f"<think>Hm.</think>\n\n{text}", "rest": f"Hm.</think>{text}"}
-    allowed = allow(llm, *texts.values(), parses_reasoning=True, **options)
-    assert dict(zip(texts, allowed)) == expected
+    texts = [text, f"<think>Hm.</think>\n\n{text}", f"Hm.</think>{text}"]
     unfinished = ["<think>Hm.", "Hm.", "Hm.</think>", "<think>Hm.</think>\n\nWords."]
-    assert allow(llm, *unfinished, parses_reasoning=True, **options) == [False] * 4
-    assert allow(llm, *texts.values(), **options) == [True, False, False]
+    allowed = allow(llm, *texts, *unfinished, parses_reasoning=True, **options)
+    assert allowed == [*expected, *[False] * 4]
+    assert allow(llm, *texts, **options) == ALONE
 
 
 def test_thoughts_of_a_message_that_is_continued(llm, monkeypatch):

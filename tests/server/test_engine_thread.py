@@ -2,7 +2,6 @@
 
 import asyncio
 import sys
-import threading
 import warnings
 
 from conftest import disturb_logits
@@ -36,29 +35,6 @@ def test_a_warning_that_is_an_error_ends_one_request_only(monkeypatch):
         warnings.simplefilter("error", RuntimeWarning)
         asyncio.run(serve())
     assert reasons == {0: "error", 1: "length"}
-
-
-def test_a_call_that_is_cancelled_before_its_turn_is_not_made():
-    async def call_several():
-        engine = EngineThread(LLM(DEMO_MODEL, dtype="float32", num_kvcache_blocks=64))
-        engine.start_on(asyncio.get_running_loop())
-        gate = threading.Event()
-        made = []
-        calls = [
-            engine.call(function, *args) for function, *args in ([gate.wait], [made.append, 1])
-        ]
-        first, second = map(asyncio.create_task, calls)
-        await asyncio.sleep(0)  # both are in the queue of the thread
-        second.cancel()
-        await asyncio.wait([second])
-        gate.set()
-        await first
-        await engine.call(made.append, 2)
-        engine.stop("done")
-        await asyncio.to_thread(engine.join)
-        return made
-
-    assert asyncio.run(call_several()) == [2]
 
 
 def test_a_line_of_the_log_without_a_reader_is_dropped(monkeypatch):

@@ -151,10 +151,10 @@ def test_a_body_is_parsed_again_after_the_check_of_its_grammar(monkeypatch):
         return grammar
 
     async def prepare_several():
-        reader = bodies.Bodies()
+        reader = bodies.Bodies(None)
 
         def call(grammar):
-            return asyncio.create_task(reader.call(lambda: prepare(grammar)))
+            return asyncio.create_task(reader.call(lambda: prepare(grammar), None, None))
 
         valid, invalid = call("valid"), call("invalid")
         while len(checks) < 2:
@@ -187,8 +187,8 @@ def test_the_problem_of_one_grammar_is_not_that_of_another(monkeypatch):
         check_in_process("good")
         return "done"
 
-    reader = bodies.Bodies()
-    assert asyncio.run(asyncio.wait_for(reader.call(prepare), 60)) == "done"
+    reader = bodies.Bodies(None)
+    assert asyncio.run(asyncio.wait_for(reader.call(prepare, None, None), 60)) == "done"
 
 
 @pytest.mark.parametrize("is_early", [True, False])

@@ -1,5 +1,6 @@
-"""HTTP around the endpoints: the log, ids, keys, proxies, unknown paths, metrics, addresses."""
+"""HTTP around the endpoints: the log, keys, proxies, slow clients, unknown paths, metrics."""
 
+import json
 import os
 import re
 import socket
@@ -10,7 +11,19 @@ import httpx
 import pytest
 from conftest import greedy, random_prompt
 from families import make_family
-from server_helpers import CLIENT, KEY, OPTIONS, post, start, wait_for_line
+from server_helpers import (
+    CLIENT,
+    HEADERS,
+    KEY,
+    OPTIONS,
+    connect,
+    count_decodes,
+    post,
+    read_all,
+    start,
+    wait_for_line,
+    write_request,
+)
 from starlette.requests import Request
 
 import nanovllm
@@ -20,15 +33,27 @@ from nanovllm.server import metrics, web_server
 from nanovllm.server.middleware import is_foreign, log
 
 PAGE = "http://page.example:3000"
-# GET / fails.
+# Clients have little time. GET / counts what a garbage collection visits, and GET /?x fails.
 PROGRAM = f"""
+import gc
 import os
+
+from starlette.responses import PlainTextResponse
+
+from nanovllm.server import bodies
 from nanovllm.server.web_server import Api, main
 
+def welcome(self, request):
+    return PlainTextResponse(str(int(request.url.query or len(gc.get_objects()))))
+
 os.environ["NANOVLLM_API_KEY"] = {KEY!r}
-Api.welcome = lambda self, request: int("invalid")
+bodies.BODY_SECONDS = 1
+Api.welcome = welcome
 main()
 """
+SHORT = {"prompt": [5], "max_tokens": 3, "ignore_eos": True}
+LONG = {"prompt": [5], "max_tokens": 900, "ignore_eos": True, "n": 8}
+HEALTH = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
 
 
 @pytest.fixture(scope="module")
@@ -99,10 +124,17 @@ def test_the_scheme_of_a_key_is_case_insensitive(url, value, status):
         ({"Sec-Fetch-Site": "cross-site", "Host": "a.b", "Origin": "http://a.b"}, 403),
         ({"Host": "a.b", "Origin": "http://a.b"}, 200),
         ({"Origin": "null"}, 403),
+        ({"Content-Type": "text/plain"}, 415),
+        ({"Authorization": ""}, 401),
+        ({}, 200),
     ],
 )
-def test_a_page_behind_a_proxy_is_accepted(url, headers, status):
-    assert post(url, {"prompt": "x"}, **headers).status_code == status
+def test_foreign_pages_and_missing_keys_are_rejected(url, headers, status):
+    """A page behind a proxy is accepted."""
+    response = post(url, {"prompt": "x"}, **headers)
+    assert response.status_code == status
+    assert ("error" in response.json()) == (status != 200)
+    assert "access-control-allow-origin" not in response.headers
 
 
 def test_pages_of_allowed_origins_may_send_requests(url):
@@ -124,10 +156,9 @@ def test_pages_of_allowed_origins_may_send_requests(url):
 
 
 def test_a_star_allows_all_origins():
-    headers = [(b"origin", b"http://any.example")]
-    request = Request({"type": "http", "method": "POST", "path": "/", "headers": headers})
-    assert is_foreign(request, [PAGE])
-    assert not is_foreign(request, ["*"])
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": [(b"origin", b"http://x")]}
+    assert is_foreign(Request(scope), [PAGE])
+    assert not is_foreign(Request(scope), ["*"])
 
 
 def test_the_version_and_pings_need_no_key(url):
@@ -151,7 +182,7 @@ def test_unknown_paths_and_methods_are_named(url):
 def test_an_unexpected_error_is_logged_and_not_shown(server):
     """Also a ValueError, which is not always about the client's input."""
     url, process = server
-    response = httpx.get(url)  # uvicorn closes the connection
+    response = httpx.get(f"{url}/?x")  # uvicorn closes the connection
     assert response.status_code == 500
     error = response.json()["error"]
     assert error["type"] == "server_error"
@@ -169,14 +200,17 @@ def test_an_unknown_model_is_an_error_with_a_code(url):
 
 
 def test_metrics_are_described_in_words(url):
+    def read(name):
+        return float(re.search(rf"^nanovllm_{name} (\S+)", text, re.MULTILINE)[1])
+
     post(url, {"prompt": "x", "max_tokens": 60, "ignore_eos": True, "n": 2})
     CLIENT.get(f"{url}/nothing")
     text = CLIENT.get(f"{url}/metrics").text
     assert "stats[" not in text
     assert 'nanovllm_requests_total{status="404"}' in text
     assert "process_resident_memory_bytes" in text
-    count = re.search(r"nanovllm_inter_token_seconds_count (\S+)", text)[1]
-    assert 1 <= float(count)
+    assert 1 <= read("time_to_first_token_seconds_count") == read("request_seconds_count")
+    assert 0 < read("time_to_first_token_seconds_sum") < read("request_seconds_sum")
     assert metrics.GAUGES < Stats.__annotations__.keys()
 
 
@@ -191,6 +225,55 @@ def test_metrics_have_both_pools_of_blocks(tmp_path):
     assert 0 < stats["num_free_window_blocks"] < stats["num_window_blocks"] != stats["num_blocks"]
     for name in metrics.GAUGES:
         assert values[f"nanovllm_{name}"] == stats[name]
+
+
+# --- clients that are slow or leave
+
+
+def test_a_body_that_does_not_arrive_is_an_error(url):
+    connection = connect(url, write_request(SHORT, Connection="close")[:-1])
+    reply = read_all(connection)
+    assert reply.startswith("HTTP/1.1 408")
+    assert json.loads(reply.splitlines()[-1])["error"]["message"]
+
+
+def test_a_request_that_asks_for_another_protocol_is_served(url):
+    """Java's clients ask for HTTP/2 in this way."""
+    upgrade = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c", "HTTP2-Settings": "AAEA"}
+    request = write_request({"prompt": [5], "max_tokens": 1}, **upgrade)
+    with connect(url, request[:-5]) as connection:
+        connection.sendall(request[-5:])
+        assert connection.recv(100).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize(
+    "is_stream, version, rest",
+    [(True, "1.0", b""), (False, "1.0", b""), (True, "1.1", HEALTH), (False, "1.1", HEALTH)],
+)
+def test_the_request_of_a_client_that_vanishes_is_aborted(server, is_stream, version, rest):
+    """Also if the client has already sent its next request."""
+    url, process = server
+    before = count_decodes(url)
+    body = {**LONG, "stream": is_stream}
+    connect(url, write_request(body, version) + rest).close()
+    wait_for_line(process, "POST")
+    assert count_decodes(url) - before < 8 * 899
+
+
+def test_a_body_that_is_too_large_is_rejected(url):
+    limit = 2**21 + 16 * 1024  # for a max_model_len of 1,024
+    body = json.dumps({"prompt": "x", "max_tokens": 1}).encode()
+    without_length = iter([body, b" " * limit])
+    for content in (body.ljust(limit + 1), without_length):
+        reply = CLIENT.post(f"{url}/v1/completions", content=content, headers=HEADERS)
+        assert reply.status_code == 413
+        assert f"exceeds {limit} bytes" in reply.json()["error"]["message"]
+    reply = CLIENT.post(f"{url}/v1/completions", content=body.ljust(limit), headers=HEADERS)
+    assert reply.status_code == 200
+
+
+def test_garbage_collection_does_not_visit_what_was_imported(url):
+    assert int(CLIENT.get(url).text) < 100_000  # torch alone has more
 
 
 # --- start
@@ -208,7 +291,7 @@ def run_main(monkeypatch, capsys, *arguments):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--port", "99999"], "--port must be at least 0 and at most 65535, not 99999"),
+        (["--port", "99999"], "--port 99999 is not available"),
         (["--host", "host.invalid", "--port", "0"], "--host host.invalid --port 0"),
         (["--api-key", ""], "NANOVLLM_API_KEY"),
     ],

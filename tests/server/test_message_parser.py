@@ -68,16 +68,8 @@ CASES = {
     "no end": ("<think>So <b", {"reasoning": "So <b"}),
     "no reasoning": ("<think></think>Yes", {"content": "Yes"}),
     "nested": (write_call(arguments=NESTED), {"tool_calls": [["add", NESTED]]}),
-    "spaces": (
-        '<tool_call>{ "name" : "add" , "arguments" : {"a": 1 } \n } </tool_call>',
-        {"tool_calls": [ADD]},
-    ),
-    "other order": (
-        '<tool_call>{"arguments": {"a": 1}, "name": "add"}</tool_call>',
-        {"tool_calls": [ADD]},
-    ),
-    "more keys": (
-        '<tool_call>{"name": "add", "arguments": {"a": 1}, "id": {"b": 2}}</tool_call>',
+    "spaces, another order and more keys": (
+        '<tool_call>{ "id": {"b": 2}, "arguments" : {"a": 1 } , "name" : "add"\n } </tool_call>',
         {"tool_calls": [ADD]},
     ),
     "tags in strings": (
@@ -142,24 +134,10 @@ CASES = {
     ),
     "no </parameter>": (write_tags("<parameter=text>", "hello"), say("hello")),
     "no </parameter> before another": (write_tags(*TEXT[:2], *NUMBER), BOTH),
-    "no </function>": (write_tags(*TEXT).replace("</function>\n", ""), say("hello")),
-    "no </function> and no </tool_call>": (
-        write_tags(*TEXT).split("</function>")[0] + write_tags(*NUMBER),
-        {"tool_calls": [*say("hello")["tool_calls"], ["add", '{"number": 1}']]},
-    ),
     "no <tool_call>": (
         f"I say: {write_tags(*TEXT).removeprefix('<tool_call>')}\nDone.",
         {"content": "I say: \n\nDone.", **say("hello")},
     ),
-    "cut off before a parameter": (
-        EXAMPLE.partition("<parameter")[0],
-        {"content": EXAMPLE.partition("<parameter")[0]},
-    ),
-    "cut off after a parameter": (
-        EXAMPLE.partition("</function>")[0],
-        {"content": EXAMPLE.partition("</function>")[0]},
-    ),
-    "cut off without <tool_call>": ("See <function=add>", {"content": "See <function=add>"}),
     "cut off in reasoning": (
         "<think><tool_call><function=add></think>Yes.",
         {"reasoning": "<tool_call><function=add>", "content": "Yes."},
@@ -221,9 +199,13 @@ TEXTS = [
     "Write <function=find></function> for that.",
     write_call("add 1") + write_tags().replace("=add", "=add 1"),
     write_tags(*TEXT[:2]).partition("lo")[0],
+    write_tags(*TEXT).replace("</function>\n", ""),
     f"{write_tags(*TEXT).partition('</function>')[0]}<para",
     f"So: {write_tags(*TEXT, '</function>', 'Really.', '<function=add>')} Yes.",
     write_call()[:-15],
+    EXAMPLE.partition("<parameter")[0],
+    EXAMPLE.partition("</function>")[0],
+    "See <function=add>",
 ]
 CASES |= {text: (text, {"content": text}) for text in TEXTS}
 
@@ -256,7 +238,7 @@ FRAGMENTS = """
 FRAGMENTS += [write_call(), write_call()[:-14], " ", "\n", '{"name": "add", "arguments": ', EXAMPLE]
 
 
-@settings(max_examples=1000, deadline=None, derandomize=True)
+@settings(max_examples=300, deadline=None, derandomize=True)
 @given(st.lists(st.sampled_from(FRAGMENTS), min_size=1, max_size=12).map("".join), st.data())
 def test_a_stream_adds_up_to_the_whole_reply(text, data):
     whole, (delta,) = parse([text])

@@ -1,27 +1,23 @@
 """The server as a user starts it: OpenAI's client, raw bytes, disconnects, signals, bad input."""
 
 import json
-import re
 import signal
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from itertools import chain
 from typing import Literal
 
-import httpx
 import openai
 import psutil
 import pydantic
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from server_helpers import CLIENT, KEY, NUM_BLOCKS, OPTIONS, connect, post, start, stream
+from server_helpers import CLIENT, KEY, OPTIONS, connect, count_decodes, post, start, stream
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
-from nanovllm.server.bodies import MAX_BODY_BYTES
 from nanovllm.server.parameters import CHAT, COMPLETION, NEUTRAL
 from nanovllm.server.web_server import main
 
@@ -50,22 +46,6 @@ def client(url):
 def llm():
     with LLM(DEMO_MODEL, dtype="float32", num_kvcache_blocks=64) as llm:
         yield llm
-
-
-def read_stats(url):
-    lines = re.findall(r"^nanovllm_(\w+) (\S+)$", CLIENT.get(f"{url}/metrics").text, re.MULTILINE)
-    return {name: float(value) for name, value in lines}
-
-
-def count_decodes(url):
-    """Wait until the engine is idle with all blocks free. Return its number of decode tokens."""
-    idle = {"num_running": 0, "num_waiting": 0, "num_free_blocks": NUM_BLOCKS}
-    for _ in range(200):
-        stats = read_stats(url)
-        if stats == stats | idle:
-            return stats["num_decode_tokens_total"]
-        time.sleep(0.02)
-    raise AssertionError(stats)
 
 
 # --- replies
@@ -124,31 +104,22 @@ def test_each_chunk_has_the_usage_of_its_choice(url):
         assert usage["total_tokens"] == usage["prompt_tokens"] + 3
     assert last["usage"]["completion_tokens"] == 3 * 4
     assert last["usage"]["prompt_tokens"] == sum(newest[i]["prompt_tokens"] for i in (0, 2))
+    options["include_usage"] = None  # without it, the other option is ignored
+    assert "usage" not in post(url, {**body, "stream": True, "stream_options": options}).text
 
 
-def test_usage_in_each_chunk_needs_include_usage(url):
-    """As in vLLM, which ignores the option otherwise."""
-    options = {"include_usage": None, "continuous_usage_stats": True}
-    reply = post(url, {"prompt": "a", "stream": True, "stream_options": options, "max_tokens": 2})
-    assert reply.status_code == 200
-    assert "usage" not in reply.text
-
-
-@pytest.mark.parametrize("num_tokens", [2, 0])
-def test_echo_scores_the_prompt(client, llm, num_tokens):
-    """lm-evaluation-harness asks for 0 tokens."""
+def test_echo_scores_the_prompt(client, llm):
+    """As lm-evaluation-harness asks for it."""
     prompt = [20, 30, 40, 50]
-    params = SamplingParams(temperature=0.0, max_tokens=2, logprobs=2, prompt_logprobs=2)
+    params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=2, prompt_logprobs=2)
     (expected,) = llm.generate(prompt, params, use_tqdm=False)
     reply = client.completions.create(
-        model="", prompt=prompt, temperature=0, max_tokens=num_tokens, logprobs=2, echo=True
+        model="", prompt=prompt, temperature=0, max_tokens=1, logprobs=2, echo=True
     )
     (choice,) = reply.choices
-    text = expected["text"] if num_tokens else ""
-    assert choice.text == llm.tokenizer.decode(prompt) + text
-    assert choice.finish_reason == "length"
-    assert reply.usage.completion_tokens == num_tokens
-    token_ids = prompt + expected["token_ids"][:num_tokens]
+    assert choice.text == llm.tokenizer.decode(prompt) + expected["text"]
+    assert reply.usage.completion_tokens == 1
+    token_ids = prompt + expected["token_ids"]
     entries = expected["prompt_logprobs"] + expected["logprobs"]
     logprobs = [entry[token_id] for token_id, entry in zip(token_ids[1:], entries[1:])]
     found = choice.logprobs
@@ -187,10 +158,8 @@ def test_formats_and_required_calls_are_valid_json(client):
         client.chat.completions.create(**chat, **tools)
 
 
-@pytest.mark.parametrize("num_tokens", [3, 0])
-def test_an_echo_can_be_streamed(url, num_tokens):
-    body = {"prompt": "one two", "echo": True, "max_tokens": num_tokens, "temperature": 0}
-    body["logprobs"] = 1
+def test_an_echo_can_be_streamed(url):
+    body = {"prompt": "one two", "echo": True, "max_tokens": 3, "temperature": 0, "logprobs": 1}
     (expected,) = post(url, body).json()["choices"]
     *events, _, _ = post(url, {**body, "stream": True}).text.split("\n\n")
     chunks = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
@@ -237,15 +206,6 @@ def test_what_cannot_be_tokenized_is_named(url, path, body, param):
 # --- many clients
 
 
-@pytest.mark.parametrize("is_stream", [True, False])
-def test_a_disconnect_aborts_the_request(url, is_stream):
-    before = count_decodes(url)
-    with suppress(httpx.ReadTimeout):
-        with stream(url, {**LONG, "stream": is_stream}, timeout=0.3) as response:
-            next(response.iter_lines())
-    assert count_decodes(url) - before < 4 * 899
-
-
 def test_64_clients_share_steps(url):
     def ask(seed):
         body = {"prompt": [seed + 5], "seed": seed, "max_tokens": 20, "stream": seed % 2 == 0}
@@ -264,13 +224,10 @@ def test_64_clients_share_steps(url):
     "body, status, message",
     [
         ({"prompt": "x", "temperature": -1}, 400, "temperature must be at least 0.0"),
-        ({"prompt": ["x", 3]}, 400, "a prompt must be"),
         ({"prompt": "\ud800"}, 400, "surrogates not allowed"),
         ({}, 400, "prompts must be"),
         ([], 400, "JSON object"),
         (b"[" * 100_000, 400, "not JSON"),
-        ({"prompt": "x", "model": "gpt-4"}, 404, "demo_model"),
-        (b" " * (MAX_BODY_BYTES + 1), 413, "exceeds"),
         ({"prompt": "x", "logit_bias": {}, "tools": None, "best_of": 1, "user": "me"}, 200, "text"),
     ],
 )
@@ -282,32 +239,14 @@ def test_errors_have_the_engines_message(url, body, status, message):
 
 
 @pytest.mark.parametrize(
-    "headers, status",
-    [
-        ({"Origin": "http://evil.example"}, 403),
-        ({"Sec-Fetch-Site": "cross-site"}, 403),
-        ({"Content-Type": "text/plain"}, 415),
-        ({"Authorization": ""}, 401),
-        ({}, 200),
-    ],
-)
-def test_foreign_pages_and_missing_keys_are_rejected(url, headers, status):
-    response = post(url, {"prompt": "x"}, **headers)
-    assert response.status_code == status
-    assert ("error" in response.json()) == (status != 200)
-    assert "access-control-allow-origin" not in response.headers
-
-
-@pytest.mark.parametrize(
     "path, status, text",
     [
-        ("/v1/models", 401, "API key"),
         ("/health", 200, ""),
         ("/playground/events", 404, "Not Found"),
         ("/", 200, "--playground"),
     ],
 )
-def test_there_is_no_playground_and_no_list_of_models_without_a_key(url, path, status, text):
+def test_there_is_no_playground(url, path, status, text):
     response = CLIENT.get(url + path)
     assert response.status_code == status
     assert text in response.text
@@ -328,7 +267,7 @@ VALID = {"prompt": "x", "messages": QUESTION}
 
 
 @settings(
-    max_examples=30,
+    max_examples=8,
     deadline=None,
     derandomize=True,
     phases=[Phase.generate],
@@ -336,7 +275,7 @@ VALID = {"prompt": "x", "messages": QUESTION}
 )
 @given(st.lists(st.tuples(BODIES, NUM_TOKENS, PATHS, st.booleans()), min_size=20, max_size=20))
 def test_no_body_is_an_internal_error(url, requests):
-    """600 generated bodies, half of them nearly valid. They are small, so none is shrunk."""
+    """160 generated bodies, half of them nearly valid. They are small, so none is shrunk."""
     for body, num_tokens, path, is_nearly_valid in requests:
         body = {**body, "max_tokens": num_tokens}
         if is_nearly_valid:
@@ -360,18 +299,6 @@ def test_an_idle_server_uses_no_cpu(server):
     assert sum(after) - sum(before) < 0.015
 
 
-def test_a_signal_ends_streams_and_exits_with_0():
-    with start(*OPTIONS) as (url, process):
-        with stream(url, LONG) as response:
-            lines = response.iter_lines()
-            next(lines)
-            process.send_signal(signal.SIGINT)
-            rest = "\n".join(lines)
-        assert "the server is shutting down" in rest
-        assert rest.rstrip().endswith("[DONE]")
-        assert process.wait(20) == 0
-
-
 IMPORT = """
 import os, runpy, sys
 
@@ -391,24 +318,6 @@ def test_a_signal_during_the_imports_ends_the_program():
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0
     assert done.stderr == ""
-
-
-def test_a_server_needs_no_standard_streams():
-    """Its log goes nowhere, and not to a file that has got the number of stderr."""
-    command = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-m", "nanovllm.server"]
-    with subprocess.Popen([*command, "--port", "0", *OPTIONS]) as process:
-        try:
-            ports = []
-            while not ports:
-                time.sleep(0.1)
-                assert process.poll() is None
-                found = psutil.Process(process.pid).net_connections()
-                ports = [each.laddr.port for each in found if each.status == psutil.CONN_LISTEN]
-            assert post(f"http://127.0.0.1:{ports[0]}", {"prompt": "x"}).status_code == 200
-            process.terminate()
-            assert process.wait(20) == 0
-        finally:
-            process.kill()
 
 
 OPEN = """
@@ -431,14 +340,24 @@ web_server.main()
 
 @pytest.mark.parametrize(
     "path, options, grace",
-    [("/", [], 0.1), ("/playground/events", ["--playground"], 1000)],
+    [("/", [], 1), ("/playground/events", ["--playground"], 1000)],
     ids=["does not read", "watches an idle engine"],
 )
-def test_a_client_does_not_keep_the_server_from_its_end(path, options, grace):
+def test_a_signal_ends_streams_and_exits_with_0(path, options, grace):
+    """A client that watches, or does not read, does not keep the server from its end."""
     with start(*options, program=("-c", OPEN.format(grace=grace))) as (url, process):
         with connect(url, f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode()) as connection:
             connection.recv(10)
-            process.send_signal(signal.SIGTERM)
+            if not options:
+                with stream(url, {**LONG, "max_tokens": 2000}) as response:
+                    lines = response.iter_lines()
+                    next(lines)
+                    process.send_signal(signal.SIGINT)
+                    rest = "\n".join(lines)
+                assert "the server is shutting down" in rest
+                assert rest.rstrip().endswith("[DONE]")
+            else:
+                process.send_signal(signal.SIGTERM)
             assert process.wait(20) == 0
         assert "Traceback" not in process.stderr.read()
 
@@ -468,7 +387,7 @@ def test_a_failed_engine_ends_the_server():
     [
         (["--max-num-seqs", "0"], "max_num_seqs must be at least 1"),
         (["nowhere/at/all"], "no such directory"),
-        (["--playground", "--host", "0.0.0.0"], "use a loopback --host"),
+        (["--playground", "--host", "0.0.0.0"], "use --host 127.0.0.1"),
         (["--playground", "--api-key", "secret"], "none of --api-key, --allowed-origins"),
         (["--playground", "--allowed-origins", "*"], "none of --api-key, --allowed-origins"),
     ],
