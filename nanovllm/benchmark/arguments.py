@@ -1,6 +1,7 @@
 """The command line of bench.py. setting.py checks what it asks for."""
 
 import argparse
+from functools import partial
 from typing import Any
 
 from nanovllm.benchmark.engines import ENGINES
@@ -12,6 +13,10 @@ from nanovllm.utils.helpers import parse_value
 
 def option(text: str) -> tuple[str, Any]:
     name, _, value = text.partition("=")
+    return make_option(name, value)
+
+
+def make_option(name: str, value: str) -> tuple[str, Any]:
     return name, parse_value(value)
 
 
@@ -68,7 +73,7 @@ def make_parser() -> argparse.ArgumentParser:
         add(
             f"--{name}",
             dest="set",
-            type=lambda value, name=name: (name, value),
+            type=partial(make_option, name),
             action="append",
             metavar="VALUE",
             help=f"the same as --set {name}=VALUE",
