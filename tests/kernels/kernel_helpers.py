@@ -22,6 +22,7 @@ from nanovllm.layers.rotary import RopeSpec, RotaryEmbedding
 from nanovllm.layers.tensor_parallel import ALONE
 from nanovllm.models.decoder import MLP, Attention, DecoderSpec
 from nanovllm.models.gemma3 import GeluMLP
+from nanovllm.models.moe import MoESpec
 from nanovllm.models.olmo import OlmoNorm, OlmoSpec
 from nanovllm.models.quantized_layers import QUANTIZABLE, quantize_layer
 from nanovllm.packing import copy_to
@@ -90,6 +91,14 @@ def make_spec(dtype, head_dim=16, **changes):
         windows=(None, None), scale=head_dim**-0.5, dtype=dtype,
     )  # fmt: skip
     return DecoderSpec(**{**settings, **changes})
+
+
+def make_moe_spec(dtype, hidden_size, num_experts, expert_size):
+    fields = vars(make_spec(dtype, hidden_size=hidden_size))
+    return MoESpec(
+        **fields, num_experts=num_experts, num_experts_per_tok=2, expert_size=expert_size,
+        normalize_weights=True, dense_layers=frozenset(),
+    )  # fmt: skip
 
 
 def make_layers(dtype, device):

@@ -1,11 +1,12 @@
 """Kernels for GPUs, in Triton, and CUDA graphs.
 
-layers.py       the list of optimized layers: norms, RoPE with the K/V store, SwiGLU
+layers.py       the list of optimized layers: norms, RoPE with the K/V store
 launch.py       caches compiled kernels
 attention.py    the attention backend "triton"
 flash_attn.py   the attention backend "flash_attn"
 sampler.py      the sampler
 linear.py       linear layers, with quantized weights or few rows
+mlp.py          SwiGLU, and the experts of an MoE
 gated_delta.py  the gated delta rule
 graphs.py       short steps as CUDA graphs
 
