@@ -63,7 +63,7 @@ class Shape:
 def check_attention(shape: Shape, dtype: str) -> tuple[Callable[[], object], float]:
     """Compare Triton's attention with torch's. Return a call to be timed, and the error."""
     heads = (shape.num_heads, shape.num_kv_heads, shape.head_dim)
-    _, attend, error = compare_with_torch(
+    attend, error = compare_with_torch(
         attention,
         AttentionShape(*heads, scale=shape.head_dim**-0.5, window=shape.window),
         BatchShape(shape.num_seqs, shape.context_len, shape.query_len, shape.block_size),

@@ -18,7 +18,7 @@ from nanovllm.kernels.cpu.gated_delta import FastGatedDeltaRule
 from nanovllm.layers import attention as torch_backend
 from nanovllm.layers.gated_delta import DeltaInputs, DeltaSizes, GatedDeltaRule
 from nanovllm.layers.norm import RMSNorm, ZeroCenteredRMSNorm
-from nanovllm.layers.rotary import RopeSpec, RotaryEmbedding
+from nanovllm.layers.rotary import RopeSpec
 from nanovllm.layers.tensor_parallel import ALONE
 from nanovllm.models.decoder import MLP, Attention, DecoderSpec
 from nanovllm.models.gemma3 import GeluMLP
@@ -111,7 +111,6 @@ def make_layers(dtype, device):
     layers = nn.ModuleDict(
         {
             "norm": RMSNorm(300, 1e-3, dtype),
-            "rotary": RotaryEmbedding(RopeSpec(spec.ropes[0].inv_freq, attention_factor=1.5)),
             "attention": Attention(spec, 0, torch_backend, ALONE),
             "mlp": mlps[0],
             "gelu_mlp": mlps[1],

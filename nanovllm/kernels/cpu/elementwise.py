@@ -15,7 +15,6 @@ from nanovllm.kernels.cpu.prepacked import Gate, PrepackedWeight
 from nanovllm.kernels.optimized_layer import OptimizedLayer
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.norm import RMSNorm, ZeroCenteredRMSNorm
-from nanovllm.layers.rotary import RotaryEmbedding
 from nanovllm.layers.tensor_parallel import TensorParallel
 from nanovllm.models.decoder import MLP, Attention, CosSin
 from nanovllm.models.gemma3 import GeluMLP
@@ -80,19 +79,6 @@ def describe_norm(norm: Any) -> Struct:
     if norm is None:
         return Norm(weight=None, size=0, eps=0.0, kind=0)
     return Norm(weight=norm.weight, size=len(norm.weight), eps=norm.eps, kind=norm.KIND)
-
-
-class FastRotaryEmbedding(OptimizedLayer, RotaryEmbedding):
-    replaces = RotaryEmbedding
-
-    def forward(self, positions: Tensor) -> CosSin:
-        assert positions.dtype == torch.int32
-        num_tokens, half = len(positions), len(self.inv_freq)
-        cos, sin = self.inv_freq.new_empty(2, num_tokens, 1, half)
-        # The library of the model's dtype, because that of float32 may not be compiled.
-        compute = load(self.dtype).cos_and_sin
-        compute(positions, self.inv_freq, self.attention_factor, cos, sin, num_tokens, half)
-        return cos, sin
 
 
 class FastAttention(OptimizedLayer, Attention):

@@ -49,18 +49,6 @@ extern "C" void rms_norm(const T* x, const T* weight, T* output, int64_t num_tok
     rms_norm(x, {weight, size, eps, kind}, nullptr, output, num_tokens, size);
 }
 
-extern "C" void cos_and_sin(const int32_t* positions, const float* inv_freq, float attention_factor,
-                            float* cos, float* sin, int64_t num_tokens, int64_t half) {
-    constexpr int64_t COST = 16;  // cosf and sinf cost about as much as this many multiplications
-    parallel_for(num_tokens, COST * half, [=](int64_t token) {
-        for (int64_t i = 0; i < half; i++) {
-            float angle = positions[token] * inv_freq[i];
-            cos[token * half + i] = cosf(angle) * attention_factor;
-            sin[token * half + i] = sinf(angle) * attention_factor;
-        }
-    });
-}
-
 // Rotate the first 2 * half dimensions of a head by the angles of its token, and apply RMSNorm
 // before, with `factor`, if there is a `norm_weight`. All loads of a vector come before its stores,
 // because `out` can be `in`.

@@ -66,7 +66,6 @@ OPTIMIZED_LAYERS: list[type[OptimizedLayer]] = [
     elementwise.FastZeroCenteredRMSNorm,
     elementwise.FastOlmoNorm,
     elementwise.FastHeadsNorm,
-    elementwise.FastRotaryEmbedding,
     elementwise.FastAttention,
     elementwise.FastOlmoAttention,
     elementwise.FastMLP,

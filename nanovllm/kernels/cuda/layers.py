@@ -161,8 +161,7 @@ def rotate_and_store(
         qkv,
         q_weight,
         k_weight,
-        q_norm.eps if q_norm is not None else 0.0,
-        k_norm.eps if k_norm is not None else 0.0,
+        q_norm.eps if q_norm is not None else 0.0,  # that of k_norm, too
         *cos_sin,
         query,
         kv_cache,
