@@ -30,8 +30,9 @@ from nanovllm.benchmark.roofline import measure_peak_rates as measure_peak_rates
 from nanovllm.benchmark.shapes import SHAPES as SHAPES
 from nanovllm.kernels.attention_check import BatchShape, compare_with_torch
 from nanovllm.kernels.bench import TOLERANCES, time_call
-from nanovllm.kernels.cuda import attention, graphs, linear
-from nanovllm.kernels.cuda import sampler as fast_sampler
+from nanovllm.kernels.cuda import graphs, linear
+from nanovllm.kernels.cuda import triton_attention as attention
+from nanovllm.kernels.cuda import triton_sampler as fast_sampler
 from nanovllm.kernels.replacement import install
 from nanovllm.layers import sampler
 from nanovllm.layers.attention import AttentionShape

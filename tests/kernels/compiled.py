@@ -46,7 +46,8 @@ from nanovllm.checkpoints.quantization import INT4, INT8
 from nanovllm.engine import model_runner
 from nanovllm.engine.warm_up import sample_each_kind
 from nanovllm.kernels import kernelize, replacement
-from nanovllm.kernels.cuda import attention, graphs, layers, linear
+from nanovllm.kernels.cuda import graphs, layers, linear
+from nanovllm.kernels.cuda import triton_attention as attention
 from nanovllm.layers.gated_delta import DeltaInputs, DeltaSizes, GatedDeltaRule
 from nanovllm.layers.linear import ColumnParallelLinear
 from nanovllm.layers.quantized import Scheme

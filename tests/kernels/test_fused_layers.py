@@ -154,7 +154,7 @@ def test_rotate_and_store_matches_norm_rotation_and_store(heads, has_norm, dtype
     num_heads, num_kv_heads, head_dim = heads
     norms = [None, None]
     if has_norm:
-        pair = nn.ModuleList(RMSNorm(head_dim, 0.5, dtype) for _ in range(2))
+        pair = nn.ModuleList(RMSNorm(head_dim, eps, dtype) for eps in (1e-3, 0.5))
         norms = list(randomize(pair).to(DEVICE))
     torch.manual_seed(0)
     qkv = torch.randn(6, (num_heads + 2 * num_kv_heads) * head_dim).to(DEVICE, dtype)
@@ -193,7 +193,7 @@ def test_engine_with_triton_kernels_matches_transformers(tmp_path, monkeypatch):
     kinds = {type(layer) for layer in llm.model_runner.executor.worker.model.modules()}
     assert kinds >= {layers.FusedLayers, layers.FusedAttention}
     assert not kinds & {Attention, DecoderLayers, RMSNorm, MLP}
-    assert type(llm.model_runner.sampler) is layers.sampler.FastSampler
+    assert type(llm.model_runner.sampler) is layers.triton_sampler.FastSampler
     long = random_prompt(0, 30)
     prompts = [long, long[:17], random_prompt(1, 15)]
     assert generate_ids(llm, prompts, greedy(4)) == [oracle(prompt, 4) for prompt in prompts]

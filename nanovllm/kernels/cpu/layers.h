@@ -1,4 +1,4 @@
-// RMSNorm, RoPE, and SwiGLU or GeGLU. A task computes one token.
+// RMSNorm and RoPE. A task computes one token.
 #pragma once
 #include "team.h"
 
@@ -107,15 +107,4 @@ extern "C" void rotary(const T* x, const float* cos, const float* sin, const T* 
                        int64_t output_stride, int64_t num_heads, int64_t head_dim, int64_t half) {
     rotary(x, cos, sin, {norm_weight, head_dim, eps, norm_kind}, output, num_tokens, stride,
            output_stride, num_heads, head_dim, half);
-}
-
-extern "C" void activate_and_mul(const T* gate_up, T* output, int64_t num_tokens, int64_t size,
-                                 int64_t kind) {
-    parallel_for(num_tokens, size, [=](int64_t token) {
-        const T* gate = gate_up + token * 2 * size;
-        const T* up = gate + size;
-        for (int64_t i = 0; i < size; i += LANES)
-            narrow(activate(widen(gate + i, size - i), kind) * widen(up + i, size - i),
-                   output + token * size + i, size - i);
-    });
 }

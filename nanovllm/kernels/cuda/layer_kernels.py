@@ -47,7 +47,8 @@ def rotate_and_store_kernel(
     qkv_ptr,
     q_weight_ptr,
     k_weight_ptr,
-    eps,
+    q_eps,
+    k_eps,
     cos_ptr,
     sin_ptr,
     query_ptr,
@@ -88,7 +89,7 @@ def rotate_and_store_kernel(
     if q_weight_ptr is not None:
         squares = tl.sum(x * x, axis=1) + tl.sum(y * y, axis=1)
         mean_square = (squares / (2 * HALF))[:, None]
-        factor = tl.rsqrt(mean_square + eps)
+        factor = tl.rsqrt(mean_square + tl.where(is_query, q_eps, k_eps))
         q_weight = tl.load(q_weight_ptr + first_dims, mask=is_dim)
         k_weight = tl.load(k_weight_ptr + first_dims, mask=is_dim)
         x = _scale(x, factor, tl.where(is_query, q_weight, k_weight)).to(tl.float32)

@@ -1,7 +1,7 @@
 """Optimized layers for GPUs, in Triton. Each replaces several passes of torch over the same data.
 
 layer_kernels.py has the kernels. linear.py has the linear layers, mlp.py MLPs and experts,
-gated_delta.py that of recurrent models, sampler.py the sampler.
+gated_delta.py that of recurrent models, triton_sampler.py the sampler.
 """
 
 from collections.abc import Iterable
@@ -14,13 +14,13 @@ from torch import Tensor
 
 from nanovllm.batch import Batch
 from nanovllm.kernels.changes import has_parts
-from nanovllm.kernels.cuda import gated_delta, linear, mlp, sampler
-from nanovllm.kernels.cuda.attention import store_kvcache
+from nanovllm.kernels.cuda import gated_delta, linear, mlp, triton_sampler
 from nanovllm.kernels.cuda.launch import prepare
 from nanovllm.kernels.cuda.layer_kernels import (
     add_rms_norm_kernel,
     rotate_and_store_kernel,
 )
+from nanovllm.kernels.cuda.triton_attention import store_kvcache
 from nanovllm.kernels.fallback import find_failure
 from nanovllm.kernels.optimized_layer import OptimizedLayer
 from nanovllm.layers.norm import RMSNorm
@@ -161,7 +161,8 @@ def rotate_and_store(
         qkv,
         q_weight,
         k_weight,
-        q_norm.eps if q_norm is not None else 0.0,  # that of k_norm, too
+        q_norm.eps if q_norm is not None else 0.0,
+        k_norm.eps if k_norm is not None else 0.0,
         *cos_sin,
         query,
         kv_cache,
@@ -177,7 +178,7 @@ OPTIMIZED_LAYERS: list[type[OptimizedLayer]] = [
     FastRMSNorm,
     mlp.FastMLP,
     mlp.FastExperts,
-    sampler.FastSampler,
+    triton_sampler.FastSampler,
     gated_delta.FastGatedDeltaRule,
     linear.FastColumnParallelLinear,
     linear.FastRowParallelLinear,
