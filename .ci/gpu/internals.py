@@ -30,8 +30,9 @@ from nanovllm.benchmark.roofline import measure_peak_rates as measure_peak_rates
 from nanovllm.benchmark.shapes import SHAPES as SHAPES
 from nanovllm.kernels.attention_check import BatchShape, compare_with_torch
 from nanovllm.kernels.bench import TOLERANCES, time_call
-from nanovllm.kernels.cuda import attention, graphs, linear
-from nanovllm.kernels.cuda import sampler as fast_sampler
+from nanovllm.kernels.cuda import graphs, linear
+from nanovllm.kernels.cuda import triton_attention as attention
+from nanovllm.kernels.cuda import triton_sampler as fast_sampler
 from nanovllm.kernels.replacement import install
 from nanovllm.layers import sampler
 from nanovllm.layers.attention import AttentionShape
@@ -63,7 +64,7 @@ class Shape:
 def check_attention(shape: Shape, dtype: str) -> tuple[Callable[[], object], float]:
     """Compare Triton's attention with torch's. Return a call to be timed, and the error."""
     heads = (shape.num_heads, shape.num_kv_heads, shape.head_dim)
-    _, attend, error = compare_with_torch(
+    attend, error = compare_with_torch(
         attention,
         AttentionShape(*heads, scale=shape.head_dim**-0.5, window=shape.window),
         BatchShape(shape.num_seqs, shape.context_len, shape.query_len, shape.block_size),

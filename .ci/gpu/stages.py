@@ -20,6 +20,7 @@ from jobs import Job, Runner
 CHECKS = "python .ci/gpu/checks.py"
 SUITE = "python .ci/gpu/suite.py"
 ONE_REQUEST = "python bench.py --num-seqs 1 --input-len 512 512 --output-len 512 512"
+EXPERTS = "python bench.py --model qwen3-moe --num-seqs 32 --input-len 64 64 --output-len 256 256"
 ARRIVALS = (
     "python bench.py --num-seqs 200 --request-rate 20 40 --input-len 256 1024 --output-len 64 256"
 )
@@ -99,6 +100,11 @@ STAGES = [
     Stage("bench", [Job("bench", 150, "python bench.py --repeat 2 --json")]),
     # Milliseconds of decodes, mixed steps and prefills, and where they go.
     Stage("steps", [Job("steps", 120, "python .ci/gpu/steps.py")]),
+    # Experts with CUDA graphs, and without.
+    Stage(
+        "experts",
+        [Job("graphs", 60, EXPERTS), Job("eager", 60, f"{EXPERTS} --set enforce_eager=True")],
+    ),
     # Where the seconds of a start go, and the memory of CUDA graphs.
     Stage("start", [Job("start", 90, "python .ci/gpu/start.py")]),
     # Products of few rows and the sampler, old and new side by side.
@@ -121,7 +127,7 @@ STAGES = [
                 "layers fused_layers triton_attention triton_gated_delta",
                 "-k 'not cpp and not one_call and not other_requests'",  # these are for CPUs
             ),
-            test("linear", "triton_linear"),
+            test("linear", "triton_linear triton_experts"),
             test("sampler", "sampler_kernels kernelize flash_attn", "-k 'not cpp'"),
             test("self-tests", "layer_check"),
         ],

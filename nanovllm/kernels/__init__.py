@@ -3,17 +3,17 @@
 layers/ and models/ specify what is computed, and do not know this package. The worker imports it,
 unless enable_kernels=False, and calls the four functions below when an engine starts.
 
-select.py           chooses the attention backend: how K/V are stored and read
-replacement.py      replaces the layers of a model by optimized subclasses
-optimized_layer.py  the rules for replacing the class of a live layer
-changes.py          finds what a reader has changed in a layer
-attention_check.py  compares a backend with plain torch, on random batches
-layer_check.py      compares layers with plain torch, on recorded calls
-fallback.py         finds whether kernels fail, and reports what replaces them
-sampler.py          what the samplers for CPUs and GPUs share
-cpu/                C++, compiled when an engine starts
-cuda/               Triton, flash-attn and CUDA graphs (cuda/graphs.py)
-bench.py            a program that checks and times the attention kernels
+select.py             chooses the attention backend: how K/V are stored and read
+replacement.py        replaces the layers of a model by optimized subclasses
+optimized_layer.py    the rules for replacing the class of a live layer
+optimized_sampler.py  what the samplers for CPUs and GPUs share
+changes.py            finds what a reader has changed in a layer
+attention_check.py    compares a backend with plain torch, on random batches
+layer_check.py        compares layers with plain torch, on recorded calls
+fallback.py           finds whether kernels fail, and reports what replaces them
+cpu/                  C++, compiled when an engine starts
+cuda/                 Triton, flash-attn and CUDA graphs (cuda/graphs.py)
+bench.py              a program that checks and times the attention kernels
 
 Nothing in here knows sequences, requests or the scheduler. A kernel gets tensors and a Batch.
 """

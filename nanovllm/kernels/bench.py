@@ -74,25 +74,24 @@ def measure(
         batches += [BatchShape(*decode, 1, block_size) for decode in decodes]
         for (layer, shape), batch in product(LAYERS.items(), batches):
             tolerance = TOLERANCES[dtype_name]
-            checked = compare_with_torch(backend, shape, batch, device, dtype, tolerance)
-            store, attend, off_by = checked
+            attend, deviation = compare_with_torch(backend, shape, batch, device, dtype, tolerance)
             num_seqs, num_tokens, query_len, _ = batch
-            token_gb = 2 * shape.num_kv_heads * shape.head_dim * dtype.itemsize / 1e9
-            pair_tflop = 2 * 2 * shape.num_heads * shape.head_dim / 1e12
             visible = min(num_tokens, shape.window or num_tokens)
-            rows = [("decode", attend, num_seqs * visible * token_gb, "GB/s", off_by)]
-            if query_len > 1:
+            if query_len == 1:
+                kernel = "decode"
+                unit = "GB/s"
+                num_numbers = 2 * num_seqs * visible * shape.num_kv_heads * shape.head_dim
+                work = num_numbers * dtype.itemsize / 1e9
+            else:
+                kernel = "prefill"
+                unit = "TFLOP/s"
                 num_pairs = visible * (num_tokens - visible / 2)
-                rows = [  # what is stored is read and written
-                    ("store_kvcache", store, 2 * num_tokens * token_gb, "GB/s", 0.0),
-                    ("prefill", attend, num_pairs * pair_tflop, "TFLOP/s", off_by),
-                ]
-            for kernel, call, work, unit, off_by in rows:
-                seconds = time_call(call, device)
-                figures = f"{seconds * 1e3:.4g} ms | {work / seconds:.4g} {unit} | {off_by:.2g}"
-                sizes = f"{num_seqs} x {num_tokens}"
-                row = f"{kernel} | {layer} | {sizes} | {name} | {dtype_name} | {figures}"
-                print(f"| {row} |", flush=True)
+                work = 2 * 2 * num_pairs * shape.num_heads * shape.head_dim / 1e12
+            seconds = time_call(attend, device)
+            figures = f"{seconds * 1e3:.4g} ms | {work / seconds:.4g} {unit} | {deviation:.2g}"
+            sizes = f"{num_seqs} x {num_tokens}"
+            row = f"{kernel} | {layer} | {sizes} | {name} | {dtype_name} | {figures}"
+            print(f"| {row} |", flush=True)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -18,7 +18,7 @@ class Registration(NamedTuple):
 # works, so a backend after it is used only if it is requested by name.
 BACKENDS = {
     "flash_attn": Registration("nanovllm.kernels.cuda.flash_attn", ("cuda",)),
-    "triton": Registration("nanovllm.kernels.cuda.attention", ("cuda",)),
+    "triton": Registration("nanovllm.kernels.cuda.triton_attention", ("cuda",)),
     "cpp": Registration("nanovllm.kernels.cpu.attention", ("cpu",)),
     "torch": Registration("nanovllm.layers.attention", ("cpu", "cuda")),
 }

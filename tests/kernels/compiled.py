@@ -36,7 +36,7 @@ import torch
 import torch.nn.functional as F
 import triton
 from conftest import make_batch, make_checkpoint, make_sampling_batch
-from kernel_helpers import make_spec
+from kernel_helpers import make_moe_spec, make_spec
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
@@ -46,13 +46,16 @@ from nanovllm.checkpoints.quantization import INT4, INT8
 from nanovllm.engine import model_runner
 from nanovllm.engine.warm_up import sample_each_kind
 from nanovllm.kernels import kernelize, replacement
-from nanovllm.kernels.cuda import attention, graphs, layers, linear
+from nanovllm.kernels.cuda import graphs, layers, linear
+from nanovllm.kernels.cuda import triton_attention as attention
 from nanovllm.layers.gated_delta import DeltaInputs, DeltaSizes, GatedDeltaRule
 from nanovllm.layers.linear import ColumnParallelLinear
 from nanovllm.layers.packing import pack, unpack
 from nanovllm.layers.quantized import Scheme
 from nanovllm.layers.rotary import RopeSpec
 from nanovllm.layers.sampler import Sampler
+from nanovllm.layers.tensor_parallel import ALONE
+from nanovllm.models.moe import Experts
 from nanovllm.models.quantized_layers import quantize_layer
 from nanovllm.worker import worker
 from nanovllm.worker.dummy_steps import make_dummy_batch, run_dummy_step
@@ -138,6 +141,16 @@ def launch_linear(dtype, scheme):
 
 
 @torch.inference_mode()
+def launch_experts(dtype):
+    """Launch 100 experts for few and for many tokens."""
+    experts = Experts(make_moe_spec(dtype, 256, num_experts=100, expert_size=96), ALONE)
+    kernelize(experts, torch.device("cuda"), dtype)
+    for num_tokens in (1, 33):
+        chosen = torch.zeros(num_tokens, 8, dtype=torch.int64)
+        experts(torch.empty(num_tokens, 256, dtype=dtype), chosen, chosen.float())
+
+
+@torch.inference_mode()
 def launch_gated_delta(dtype, heads):
     """Launch a mixed step and decodes, with inputs that are parts of one projection."""
     layer = GatedDeltaRule(DeltaSizes(*heads, 128, 128, conv_size=4), norm_eps=1e-6, dtype=dtype)
@@ -211,6 +224,8 @@ def compile_models(models, schemes, delta_heads, arch, launched):
         launch_model(dtype, head_dim, group_size)
         for scheme in (None, *schemes):
             launch_linear(dtype, scheme)
+        if dtype != F32:
+            launch_experts(dtype)
         for heads in delta_heads:
             launch_gated_delta(dtype, heads)
         print(json.dumps({"launched": launched, "dispatched": dispatched}))

@@ -19,10 +19,10 @@ from nanovllm.layers import attention as torch_backend
 from nanovllm.layers.gated_delta import DeltaInputs, DeltaSizes, GatedDeltaRule
 from nanovllm.layers.norm import RMSNorm, ZeroCenteredRMSNorm
 from nanovllm.layers.packing import copy_to
-from nanovllm.layers.rotary import RopeSpec, RotaryEmbedding
+from nanovllm.layers.rotary import RopeSpec
 from nanovllm.layers.tensor_parallel import ALONE
 from nanovllm.models.decoder import MLP, Attention, DecoderSpec
-from nanovllm.models.gemma3 import GeluMLP
+from nanovllm.models.moe import MoESpec
 from nanovllm.models.olmo import OlmoAttention, OlmoNorm, OlmoSpec
 from nanovllm.models.quantized_layers import QUANTIZABLE, quantize_layer
 from nanovllm.utils.helpers import cdiv
@@ -92,20 +92,27 @@ def make_spec(dtype, head_dim=16, **changes):
     return DecoderSpec(**{**settings, **changes})
 
 
+def make_moe_spec(dtype, hidden_size, num_experts, expert_size):
+    fields = vars(make_spec(dtype, hidden_size=hidden_size))
+    return MoESpec(
+        **fields,
+        num_experts=num_experts,
+        num_experts_per_tok=2,
+        moe_intermediate_size=expert_size,
+    )  # fmt: skip
+
+
 def make_layers(dtype, device):
-    """Make a layer of each kind, always with the same weights. The MLPs have no projections."""
+    """Make a layer of each kind, always with the same weights. The MLP has no projections."""
     spec = make_spec(dtype, head_dim=20, hidden_size=100, num_heads=5, num_kv_heads=5, qk_norm=True)
-    mlps = [MLP(spec, ALONE), GeluMLP(spec, ALONE)]
-    for mlp in mlps:
-        mlp.gate_up_proj = nn.Identity()
-        mlp.down_proj = nn.Identity()
+    mlp = MLP(spec, ALONE)
+    mlp.gate_up_proj = nn.Identity()
+    mlp.down_proj = nn.Identity()
     layers = nn.ModuleDict(
         {
             "norm": RMSNorm(300, 1e-3, dtype),
-            "rotary": RotaryEmbedding(RopeSpec(spec.ropes[0].inv_freq, attention_factor=1.5)),
             "attention": Attention(spec, 0, torch_backend, ALONE),
-            "mlp": mlps[0],
-            "gelu_mlp": mlps[1],
+            "mlp": mlp,
             "zero_centered": ZeroCenteredRMSNorm(300, 1e-3, dtype),
             "olmo": OlmoNorm(300, 1e-3, dtype),
             "olmo_attention": OlmoAttention(OlmoSpec(**vars(spec)), 0, torch_backend, ALONE),

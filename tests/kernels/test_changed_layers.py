@@ -257,7 +257,7 @@ def check(list_all, family, language):
     spec = SPECS[family]
     backend = cpp_backend
     if language == "triton":
-        backend = import_module("nanovllm.kernels.cuda.attention")
+        backend = import_module("nanovllm.kernels.cuda.triton_attention")
     model = randomize(spec.make_model(torch_backend))
     unchanged = compute(model, spec, torch_backend)
     ignored = []

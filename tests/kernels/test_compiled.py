@@ -28,7 +28,12 @@ def check(arch, events):
     kernels = [event for event in events if event.get("arch") == arch]
     names = {"attend_kernel", "combine_splits_kernel", "add_rms_norm_kernel"}
     names |= {"rotate_and_store_kernel", "_filter_kernel", "_multiply_kernel"}
-    names |= {"prepare_chunks_kernel", "advance_states_kernel", "lay_out_kernel"}
+    names |= {
+        "_multiply_experts_kernel",
+        "prepare_chunks_kernel",
+        "advance_states_kernel",
+        "lay_out_kernel",
+    }
     assert {kernel["kernel"] for kernel in kernels} >= names
     prefill_windows = set()
     for kernel in kernels:
@@ -39,7 +44,7 @@ def check(arch, events):
             # Stores are as wide as loads, so nothing goes through shared memory. With partial RoPE,
             # those of cos and sin are wider than those of heads.
             assert not kernel["shared"], kernel
-        if kernel["kernel"] == "_multiply_kernel" and is_16_bit:
+        if kernel["kernel"].startswith("_multiply") and is_16_bit:
             assert kernel["matrix"] == ([MATRIX[arch]] if kernel["rows"] >= 16 else []), kernel
         if kernel["is_decode"] is False and is_16_bit:
             assert kernel["matrix"] == [MATRIX[arch]], kernel

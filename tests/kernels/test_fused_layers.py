@@ -194,7 +194,7 @@ def test_engine_with_triton_kernels_matches_transformers(tmp_path, monkeypatch):
     kinds = {type(layer) for layer in llm.model_runner.executor.worker.model.modules()}
     assert kinds >= {layers.FusedLayers, layers.FusedAttention}
     assert not kinds & {Attention, DecoderLayers, RMSNorm, MLP}
-    assert type(llm.model_runner.sampler) is layers.sampler.FastSampler
+    assert type(llm.model_runner.sampler) is layers.triton_sampler.FastSampler
     long = random_prompt(0, 30)
     prompts = [long, long[:17], random_prompt(1, 15)]
     assert generate_ids(llm, prompts, greedy(4)) == [oracle(prompt, 4) for prompt in prompts]

@@ -16,11 +16,20 @@ from conftest import (
     make_checkpoint,
     random_prompt,
 )
-from kernel_helpers import make_delta_rule, make_delta_step, optimize, quantize, randomize
+from kernel_helpers import (
+    make_delta_rule,
+    make_delta_step,
+    make_moe_spec,
+    optimize,
+    quantize,
+    randomize,
+)
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm.checkpoints.quantization import INT4, INT8
 from nanovllm.layers.linear import ColumnParallelLinear
+from nanovllm.layers.tensor_parallel import ALONE
+from nanovllm.models.moe import Experts
 
 pytestmark = pytest.mark.gpu
 graphs_and_eager = pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
@@ -101,6 +110,27 @@ def test_quantized_layers_match_plain_ones_in_a_graph(scheme, num_rows):
     with torch.cuda.graph(graph):
         output = layer(x)
     output.zero_()
+    graph.replay()
+    assert torch.equal(output, eager)
+    error = (output - expected).float().norm() / expected.float().norm()
+    assert error < 5e-3
+
+
+@pytest.mark.parametrize("num_tokens", [1, 32, 33, 600])
+def test_experts_match_plain_ones_in_a_graph(num_tokens):
+    """Which is captured with all tokens at the same experts, and replayed with others."""
+    experts = Experts(make_moe_spec(torch.bfloat16, 1024, num_experts=96, expert_size=384), ALONE)
+    randomize(experts.cuda())
+    x = torch.randn(num_tokens, 1024, device="cuda").bfloat16()
+    weights, chosen = torch.rand(num_tokens, 96, device="cuda").topk(8)
+    expected = experts(x, chosen, weights)
+    optimize(experts, "triton", torch.bfloat16)
+    eager = experts(x, chosen, weights)
+    static = torch.arange(8, device="cuda").expand_as(chosen).clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = experts(x, static, weights)
+    static.copy_(chosen)
     graph.replay()
     assert torch.equal(output, eager)
     error = (output - expected).float().norm() / expected.float().norm()

@@ -32,7 +32,7 @@ from nanovllm.models.decoder import Attention, DecoderLayers
 
 
 def import_triton_backend():
-    return import_module("nanovllm.kernels.cuda.attention")
+    return import_module("nanovllm.kernels.cuda.triton_attention")
 
 
 def make_decoder_layers(backend):

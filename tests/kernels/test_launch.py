@@ -23,7 +23,8 @@ from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.quantized import Scheme
 
 pytest.importorskip("triton", reason="triton is not installed")
-from nanovllm.kernels.cuda import attention, launch, layers
+from nanovllm.kernels.cuda import launch, layers, mlp
+from nanovllm.kernels.cuda import triton_attention as attention
 
 DTYPES = [torch.float32, torch.float16]
 
@@ -112,10 +113,21 @@ def run_gated_delta(dtype):
     long = 2 if dtype == torch.float32 else 40  # float32 has no chunks
     for shape in ((2, 4, 20, 24), (1, 3, 5, 7)):
         layer = optimize(make_delta_rule(shape, dtype), "triton", dtype).to(DEVICE)
-        for lengths in ([1, 1], [long, 1], [2]):
+        for lengths in ([1, 1], [long, 1]):
             inputs, states, batch = make_delta_step(layer, lengths)
             layer(inputs, states, batch)
             layer(DeltaInputs(*[each.contiguous() for each in inputs]), states, batch)
+
+
+def run_experts(dtype):
+    pairs = torch.arange(6, device=DEVICE)
+    starts = torch.tensor([0, 2, 6], dtype=torch.int32, device=DEVICE)
+    weight = torch.ones(2, 24, 16, dtype=dtype, device=DEVICE)
+    scales = torch.ones(3, 2, device=DEVICE)
+    for num_rows in (3, 6):
+        for x in make_views((num_rows, 16), dtype):
+            for each in (None, scales):
+                mlp._multiply(x, weight, each, pairs, starts, 16)
 
 
 @needs_triton
@@ -134,6 +146,7 @@ def run_gated_delta(dtype):
             },
         ),
         (run_quantized, {"_multiply_kernel"}),
+        (run_experts, {"_multiply_experts_kernel"}),
         (run_gated_delta, {"prepare_chunks_kernel", "advance_states_kernel"}),
     ],
 )

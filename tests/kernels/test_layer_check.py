@@ -170,7 +170,7 @@ def test_no_right_layer_is_replaced(
     """In the whole self-test of an engine, but for attention, which has a check of its own."""
     sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
     make_family(tmp_path, name, **sizes, **REAL_MODELS[name])
-    triton_backend = import_module("nanovllm.kernels.cuda.attention")
+    triton_backend = import_module("nanovllm.kernels.cuda.triton_attention")
     monkeypatch.setattr(triton_backend, "attend", torch_backend.attend)  # faster if interpreted
     llm = LLM(
         str(tmp_path), device=DEVICE.type, dtype=dtype, attention_backend="triton",

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 import torch
-from conftest import make_checkpoint
-from kernel_helpers import CPU, DTYPES, all_dtypes, needs_compiler
+from conftest import cover_pairs, make_checkpoint
+from kernel_helpers import CPU, DTYPES, needs_compiler
 from torch import nn
 from transformers import Qwen3Config, Qwen3MoeConfig
 
@@ -41,10 +41,16 @@ def assert_same(weight, expected):
         assert torch.equal(part, wanted)
 
 
-@all_dtypes
-@pytest.mark.parametrize("stored", DTYPES, ids=str)
-@pytest.mark.parametrize("scheme", [INT8, INT4, Scheme(8, 32), Scheme(4, 96)], ids=str)
-@pytest.mark.parametrize("shape", [(70, 1), (300, 257), (40, 1024), (3, 50, 200)], ids=str)
+@pytest.mark.parametrize(
+    "shape, scheme, stored, dtype",
+    cover_pairs(
+        [(70, 1), (300, 257), (40, 1024), (3, 50, 200)],
+        [INT8, INT4, Scheme(8, 32), Scheme(4, 96)],
+        DTYPES,
+        DTYPES,
+    ),
+    ids=str,
+)
 def test_codes_are_those_of_the_plain_layer(shape, scheme, stored, dtype):
     torch.manual_seed(0)
     source = torch.randn(shape)
@@ -93,12 +99,14 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("option", ["int8", "int4"])
-@pytest.mark.parametrize("rank, num_ranks", [(0, 1), (0, 2), (1, 2)])
-@pytest.mark.parametrize("stored", DTYPES, ids=str)
-@pytest.mark.parametrize("name", SHAPES)
-def test_a_model_loads_the_same_codes(tmp_path, name, stored, rank, num_ranks, option):
+@pytest.mark.parametrize(
+    "name, stored, place, option",
+    cover_pairs(SHAPES, DTYPES, [(0, 1), (0, 2), (1, 2)], ["int8", "int4"]),
+    ids=str,
+)
+def test_a_model_loads_the_same_codes(tmp_path, name, stored, place, option):
     """The vocabulary is padded on the second rank."""
+    rank, num_ranks = place
     sizes = dict(vocab_size=101, hidden_size=256, head_dim=64, num_key_value_heads=4)
     make_checkpoint(tmp_path, dtype=stored, **sizes, **SHAPES[name])
     config = SHAPES[name]["family"].from_pretrained(tmp_path)

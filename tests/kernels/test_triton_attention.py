@@ -4,19 +4,21 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import DEVICE, make_batch, make_shape
+from conftest import DEVICE, cover_pairs, make_batch, make_shape
 from kernel_helpers import attend, compare_attention, make_step
 
 pytest.importorskip("triton", reason="triton is not installed")
-from nanovllm.kernels.cuda import attention as triton_backend
+from nanovllm.kernels.cuda import triton_attention as triton_backend
 
 
-@pytest.mark.parametrize("window", [None, 30])
-@pytest.mark.parametrize("num_surplus", [1, 5])
 @pytest.mark.parametrize(
-    "lengths",
-    [([1, 1], [40, 300]), ([1, 64, 1, 70, 1, 2], [40, 64, 3, 90, 17, 40]), ([129], [150])],
-    ids=["decodes", "mixed", "prompt"],
+    "lengths, num_surplus, window",
+    cover_pairs(
+        [([1, 1], [40, 300]), ([1, 64, 1, 70, 1, 2], [40, 64, 3, 90, 17, 40]), ([129], [150])],
+        [1, 5],
+        [None, 30],
+    ),
+    ids=str,
 )
 def test_padding_of_a_cuda_graph_is_harmless(monkeypatch, lengths, num_surplus, window):
     """Padding sequences have no tokens. Some splits of the others are empty."""
@@ -43,47 +45,48 @@ def test_padding_of_a_cuda_graph_is_harmless(monkeypatch, lengths, num_surplus, 
     assert torch.equal(output[: len(expected)], expected)
 
 
-def test_decodes_beside_a_prompt_add_few_tiles(monkeypatch):
-    """Tiles of 64 tokens for each of 8 KV heads, and an incomplete one for the prompt."""
-    grids = []
+@pytest.fixture
+def launches(monkeypatch):
+    """The constants and the grid of each launch. Nothing is computed."""
+    found = []
     monkeypatch.setattr(
-        triton_backend.Launch, "__call__", lambda _, grid, *args: grids.append(grid)
+        triton_backend.Launch,
+        "__call__",
+        lambda self, grid, *_: found.append((self.constants, grid)),
     )
+    return found
+
+
+def test_decodes_beside_a_prompt_add_few_tiles(launches):
+    """Tiles of 64 tokens for each of 8 KV heads, and an incomplete one for the prompt."""
     query = torch.empty(255 + 64, 16, 128, dtype=torch.float16)
     kv_cache = torch.empty(2, 1, 16, 8, 128, dtype=torch.float16)
     tables = torch.zeros(256, 4, dtype=torch.int32)
     batch = make_batch([1] * 200 + [64] + [1] * 55, [64] * 256, tables)
     attend(triton_backend, query, kv_cache, batch)
-    assert grids == [(8, 256, 1), (5 * 8, 1, 1)]
+    assert [grid for _, grid in launches] == [(8, 256, 1), (5 * 8, 1, 1)]
 
 
 @pytest.mark.parametrize("head_dim, tokens", [(128, [128, 16]), (80, [16, 16])])
-def test_few_decodes_read_more_tokens_at_once(monkeypatch, head_dim, tokens):
+def test_few_decodes_read_more_tokens_at_once(launches, head_dim, tokens):
     """They are one or two sequences of a model with 8 KV heads."""
-    read = []
-    monkeypatch.setattr(
-        triton_backend.Launch, "__call__", lambda self, *_: read.append(self.constants.get("N"))
-    )
     for num_seqs in (1, 32):
         query = torch.empty(num_seqs, 16, head_dim, dtype=torch.float16)
         kv_cache = torch.empty(2, 1, 16, 8, head_dim, dtype=torch.float16)
         tables = torch.zeros(num_seqs, 4, dtype=torch.int32)
         attend(triton_backend, query, kv_cache, make_batch([1] * num_seqs, [64] * num_seqs, tables))
-    assert read == tokens
+    assert [constants["N"] for constants, _ in launches] == tokens
 
 
 @pytest.mark.parametrize("context_len", [1000, 32_000])
-def test_decodes_split_only_the_window(monkeypatch, context_len):
+def test_decodes_split_only_the_window(launches, context_len):
     """Also in a CUDA graph, which is captured for the longest contexts."""
-    grids = []
-    monkeypatch.setattr(
-        triton_backend.Launch, "__call__", lambda _, grid, *args: grids.append(grid)
-    )
     query = torch.empty(2, 4, 256, dtype=torch.float16)
     kv_cache = torch.empty(2, 1, 16, 1, 256, dtype=torch.float16)
     batch = make_batch([1, 1], [context_len, 40], torch.zeros(2, 2000, dtype=torch.int32))
     attend(triton_backend, query, kv_cache, batch, window=512)
-    assert grids == [(1, 2, 4), (2, 4, 1)]  # four splits, which are then combined
+    # Four splits, which are then combined.
+    assert [grid for _, grid in launches] == [(1, 2, 4), (2, 4, 1)]
 
 
 def test_every_split_of_a_long_context_has_a_part_of_the_window(monkeypatch):

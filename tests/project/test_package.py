@@ -139,7 +139,7 @@ def test_a_forbidden_import_is_found(module, line):
     [
         ("layers.backends", "def check():\n    from nanovllm.config import Config"),
         ("layers.norm", "from nanovllm.layers import norm"),
-        ("kernels.cuda.attention", "from nanovllm.kernels import kernelize"),
+        ("kernels.cuda.triton_attention", "from nanovllm.kernels import kernelize"),
     ],
 )
 def test_a_circle_is_found(module, line):

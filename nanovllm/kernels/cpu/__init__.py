@@ -4,7 +4,7 @@ layers.py        the list of optimized layers, and the sampler
 library.py       compiles and loads kernels.cpp
 declarations.py  reads functions and structs from the headers
 attention.py     the attention backend "cpp"
-elementwise.py   norms, RoPE and SwiGLU
+elementwise.py   norms, RoPE and MLPs
 loading.py       quantizes weights while they are loaded
 panels.py        how weights are prepacked
 prepacked.py     layers with prepacked weights

@@ -1,5 +1,5 @@
-// Stores K/V in the paged cache, and computes attention of queries of up to SHORT_QUERY tokens
-// (defined in library.py), in which every token is a separate decode.
+// Attention of queries of up to SHORT_QUERY tokens (defined in library.py), in which every token is
+// a separate decode.
 //
 // A context is divided into splits of SPLIT tokens, which are tasks for the threads, and the
 // results are combined as in the Triton backend. Splits begin at multiples of SPLIT, and the first
@@ -10,7 +10,7 @@
 // of memory. While those of one head are multiplied, those of the same head of the `next` tokens
 // are prefetched, spread over time because a core can have few cache lines in flight.
 #pragma once
-#include "team.h"
+#include "kv_cache.h"
 
 constexpr int64_t SPLIT = 256;
 constexpr int64_t TOKENS = 8;
@@ -122,12 +122,6 @@ static void add_values(const bfloat16* const* values, const bfloat16* const* nex
 }
 #endif
 
-// Return the first token that the query token at `position` attends to. Without a window, which is
-// then 0, this is the first token of the context.
-static int64_t find_first_visible(int64_t position, int64_t window) {
-    return window ? std::max<int64_t>(0, position + 1 - window) : 0;
-}
-
 // Attention of one query token, all heads, to `num_tokens` tokens of its context. Store the
 // weighted sums of the values, the highest score, and the sum of the weights exp(score - highest),
 // which are needed to combine splits. With a HEAD_DIM that the compiler knows, loops have no
@@ -208,17 +202,6 @@ static void attend_to_part(const T* query, const T* keys, const T* values,
             move_to_next_head();
         }
     }
-}
-
-extern "C" void store_kvcache(const T* key, const T* value, int64_t key_stride,
-                              int64_t value_stride, const int32_t* slot_mapping, int64_t num_tokens,
-                              int64_t slot_size, T* keys, T* values) {
-    parallel_for(num_tokens, slot_size, [=](int64_t token) {
-        int64_t slot = slot_mapping[token];
-        if (slot < 0) return;
-        memcpy(keys + slot * slot_size, key + token * key_stride, slot_size * sizeof(T));
-        memcpy(values + slot * slot_size, value + token * value_stride, slot_size * sizeof(T));
-    });
 }
 
 extern "C" void decode_attention(const T* query, const T* keys, const T* values, T* output,

@@ -1,4 +1,4 @@
-"""RMSNorm, RoPE, SwiGLU and GeGLU in C++ (layers.h)."""
+"""RMSNorm and RoPE in C++ (layers.h), and MLPs."""
 
 from enum import IntEnum
 from types import NoneType
@@ -15,7 +15,6 @@ from nanovllm.kernels.cpu.prepacked import Gate, PrepackedWeight
 from nanovllm.kernels.optimized_layer import OptimizedLayer
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.norm import RMSNorm, ZeroCenteredRMSNorm
-from nanovllm.layers.rotary import RotaryEmbedding
 from nanovllm.layers.tensor_parallel import TensorParallel
 from nanovllm.models.decoder import MLP, Attention, CosSin
 from nanovllm.models.gemma3 import GeluMLP
@@ -82,19 +81,6 @@ def describe_norm(norm: Any) -> Struct:
     return Norm(weight=norm.weight, size=len(norm.weight), eps=norm.eps, kind=norm.KIND)
 
 
-class FastRotaryEmbedding(OptimizedLayer, RotaryEmbedding):
-    replaces = RotaryEmbedding
-
-    def forward(self, positions: Tensor) -> CosSin:
-        assert positions.dtype == torch.int32
-        num_tokens, half = len(positions), len(self.inv_freq)
-        cos, sin = self.inv_freq.new_empty(2, num_tokens, 1, half)
-        # The library of the model's dtype, because that of float32 may not be compiled.
-        compute = load(self.dtype).cos_and_sin
-        compute(positions, self.inv_freq, self.attention_factor, cos, sin, num_tokens, half)
-        return cos, sin
-
-
 class FastAttention(OptimizedLayer, Attention):
     replaces: ClassVar[type[Attention]] = Attention
     parts: ClassVar = {"q_norm": NORMS, "k_norm": NORMS}
@@ -143,25 +129,19 @@ class FastMLP(OptimizedLayer, MLP):
     replaces = MLP
     GATE = Gate.SILU
 
-    gate_up: PrepackedWeight | None  # in place of gate_up_proj, applies the gate, too
+    gate_up: PrepackedWeight  # in place of gate_up_proj, applies the gate, too
 
     def convert(self) -> bool:
-        self.gate_up = None
         projection = self.gate_up_proj
         is_plain = has_parts(projection, {"": ColumnParallelLinear}) and projection.bias is None
-        is_hooked = any(list_hooks(projection))
-        if is_plain and not is_hooked and can_prepack(projection.weight):
-            self.gate_up = PrepackedWeight(projection.weight, self.GATE)
-            del self.gate_up_proj
+        if not is_plain or any(list_hooks(projection)) or not can_prepack(projection.weight):
+            return False
+        self.gate_up = PrepackedWeight(projection.weight, self.GATE)
+        del self.gate_up_proj
         return True
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.gate_up is not None:
-            return self.down_proj(self.gate_up.multiply(x))
-        gate_up = self.gate_up_proj(x)
-        output = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
-        load(gate_up.dtype).activate_and_mul(gate_up, output, *output.shape, self.GATE)
-        return self.down_proj(output)
+        return self.down_proj(self.gate_up.multiply(x))
 
 
 class FastGeluMLP(FastMLP, GeluMLP):

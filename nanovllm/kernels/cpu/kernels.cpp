@@ -8,7 +8,7 @@
 // GNU C++20 is assumed, which gcc and clang compile: C++20 with vectors of numbers (vector_size),
 // and arrays whose length is known at run time. Reading order:
 //
-//     common.h  team.h  layers.h  decode.h
+//     common.h  team.h  layers.h  kv_cache.h  decode.h
 //     panels.h  rows.h (amx.h or plain.h)  quantized.h  centered.h, planes.h or dequantized.h
 //     gemm.h  experts.h  prefill.h  fused_layers.h  gated_delta.h  delta_layer.h  sampler.h
 //     loading.h

@@ -1,4 +1,4 @@
-// RMSNorm, RoPE, and SwiGLU or GeGLU. A task computes one token.
+// RMSNorm and RoPE. A task computes one token.
 #pragma once
 #include "team.h"
 
@@ -47,18 +47,6 @@ static void rms_norm(const T* x, Norm norm, const T* residual, T* output, int64_
 extern "C" void rms_norm(const T* x, const T* weight, T* output, int64_t num_tokens, int64_t size,
                          float eps, int64_t kind) {
     rms_norm(x, {weight, size, eps, kind}, nullptr, output, num_tokens, size);
-}
-
-extern "C" void cos_and_sin(const int32_t* positions, const float* inv_freq, float attention_factor,
-                            float* cos, float* sin, int64_t num_tokens, int64_t half) {
-    constexpr int64_t COST = 16;  // cosf and sinf cost about as much as this many multiplications
-    parallel_for(num_tokens, COST * half, [=](int64_t token) {
-        for (int64_t i = 0; i < half; i++) {
-            float angle = positions[token] * inv_freq[i];
-            cos[token * half + i] = cosf(angle) * attention_factor;
-            sin[token * half + i] = sinf(angle) * attention_factor;
-        }
-    });
 }
 
 // Rotate the first 2 * half dimensions of a head by the angles of its token, and apply RMSNorm
@@ -119,15 +107,4 @@ extern "C" void rotary(const T* x, const float* cos, const float* sin, const T* 
                        int64_t output_stride, int64_t num_heads, int64_t head_dim, int64_t half) {
     rotary(x, cos, sin, {norm_weight, head_dim, eps, norm_kind}, output, num_tokens, stride,
            output_stride, num_heads, head_dim, half);
-}
-
-extern "C" void activate_and_mul(const T* gate_up, T* output, int64_t num_tokens, int64_t size,
-                                 int64_t kind) {
-    parallel_for(num_tokens, size, [=](int64_t token) {
-        const T* gate = gate_up + token * 2 * size;
-        const T* up = gate + size;
-        for (int64_t i = 0; i < size; i += LANES)
-            narrow(activate(widen(gate + i, size - i), kind) * widen(up + i, size - i),
-                   output + token * size + i, size - i);
-    });
 }

@@ -12,7 +12,7 @@ from nanovllm.kernels.cpu import elementwise, fused_layers, gated_delta, loading
 from nanovllm.kernels.cpu.library import load
 from nanovllm.kernels.cpu.library import reason_unavailable as reason_unavailable
 from nanovllm.kernels.optimized_layer import OptimizedLayer
-from nanovllm.kernels.sampler import OptimizedSampler, has_unknown_fields
+from nanovllm.kernels.optimized_sampler import OptimizedSampler, has_unknown_fields
 
 
 class FastSampler(OptimizedSampler):
@@ -66,7 +66,6 @@ OPTIMIZED_LAYERS: list[type[OptimizedLayer]] = [
     elementwise.FastZeroCenteredRMSNorm,
     elementwise.FastOlmoNorm,
     elementwise.FastHeadsNorm,
-    elementwise.FastRotaryEmbedding,
     elementwise.FastAttention,
     elementwise.FastOlmoAttention,
     elementwise.FastMLP,

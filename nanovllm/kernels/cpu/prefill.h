@@ -9,6 +9,7 @@
 #include <array>
 
 #include "gemm.h"
+#include "kv_cache.h"
 
 constexpr int64_t QUERIES = 512;
 constexpr int64_t CONTEXT_TILE = 256;

@@ -1,7 +1,7 @@
 """Optimized layers for GPUs, in Triton. Each replaces several passes of torch over the same data.
 
-layer_kernels.py has the kernels. linear.py has the linear layers, gated_delta.py that of recurrent
-models, sampler.py the sampler.
+layer_kernels.py has the kernels. linear.py has the linear layers, mlp.py MLPs and experts,
+gated_delta.py that of recurrent models, triton_sampler.py the sampler.
 """
 
 from collections.abc import Iterable
@@ -14,22 +14,20 @@ from torch import Tensor
 
 from nanovllm.batch import Batch
 from nanovllm.kernels.changes import has_parts
-from nanovllm.kernels.cuda import gated_delta, linear, sampler
-from nanovllm.kernels.cuda.attention import store_kvcache
+from nanovllm.kernels.cuda import gated_delta, linear, mlp, triton_sampler
 from nanovllm.kernels.cuda.launch import prepare
 from nanovllm.kernels.cuda.layer_kernels import (
     add_rms_norm_kernel,
     rotate_and_store_kernel,
-    silu_and_mul_kernel,
 )
+from nanovllm.kernels.cuda.triton_attention import store_kvcache
 from nanovllm.kernels.fallback import find_failure
 from nanovllm.kernels.optimized_layer import OptimizedLayer
 from nanovllm.layers.norm import RMSNorm
-from nanovllm.models.decoder import MLP, Attention, CosSin, CosSins, DecoderLayer, DecoderLayers
+from nanovllm.models.decoder import Attention, CosSin, CosSins, DecoderLayer, DecoderLayers
 
 # Not tuned on a GPU, as the number of warps in add_rms_norm.
 _ROTATED_NUMBERS = 2048  # numbers of a token's heads per program
-_SWIGLU_BLOCK = 1024
 
 
 class FastRMSNorm(OptimizedLayer, RMSNorm):
@@ -174,25 +172,13 @@ def rotate_and_store(
     return query
 
 
-class FastMLP(OptimizedLayer, MLP):
-    replaces = MLP
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate_up = self.gate_up_proj(x)
-        assert gate_up.is_contiguous()
-        num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
-        output = gate_up.new_empty(num_tokens, size)
-        launch = prepare(silu_and_mul_kernel, (gate_up,), size, BLOCK=_SWIGLU_BLOCK)
-        launch((num_tokens, triton.cdiv(size, _SWIGLU_BLOCK), 1), gate_up, output, size)
-        return self.down_proj(output)
-
-
 OPTIMIZED_LAYERS: list[type[OptimizedLayer]] = [
     FusedLayers,
     FusedAttention,
     FastRMSNorm,
-    FastMLP,
-    sampler.FastSampler,
+    mlp.FastMLP,
+    mlp.FastExperts,
+    triton_sampler.FastSampler,
     gated_delta.FastGatedDeltaRule,
     linear.FastColumnParallelLinear,
     linear.FastRowParallelLinear,

@@ -16,7 +16,7 @@ on the number of rows.
 
 Rows of codes whose size is not a multiple of 4 bytes are read byte by byte, which is slow.
 
-The experts of an MoE and the look-up of embeddings keep the code of layers/ and models/.
+The look-up of embeddings keeps the code of layers/.
 """
 
 from typing import Any, NamedTuple
