@@ -37,11 +37,11 @@ def find_path(name: str) -> str:
     return name.partition(":")[0].replace(".", "/") + ".py"
 
 
-def find_node(source: str, name: str) -> ast.FunctionDef | ast.ClassDef:
+def find_node(source: str | ast.Module, name: str) -> ast.FunctionDef | ast.ClassDef:
     """Find a function or a class in the source of its file."""
     path = find_path(name)
     qualified_name = name.partition(":")[2]
-    node: ast.AST = ast.parse(source, path)
+    node: ast.AST = ast.parse(source, path) if isinstance(source, str) else source
     for part in qualified_name.split("."):
         for each in ast.iter_child_nodes(node):
             if isinstance(each, (ast.FunctionDef, ast.ClassDef)) and each.name == part:

@@ -194,6 +194,7 @@ EVENINGS = (
         ),
         tests=(
             "tests/features/test_speculation.py",
+            "tests/features/test_recurrent_states.py",
             "tests/models/test_qwen3_5.py::test_a_shared_prefix_is_computed_twice",
             "tests/models/test_qwen3_5.py::test_snapshots_are_evicted",
             "tests/models/test_qwen3_5.py::test_drafts_change_no_token",
@@ -232,8 +233,12 @@ EVENINGS = (
         tests=(
             "tests/layers/test_tensor_parallel.py",
             "tests/checkpoints/test_quantization.py::test_codes_are_the_nearest",
+            "tests/checkpoints/test_quantization.py::test_a_dequantized_weight_is_rounded_once",
             "tests/worker/test_kv_cache_size.py",
             "tests/benchmark/test_bench.py::test_roofline_counts_necessary_flops_and_bytes",
+            "tests/benchmark/test_bench.py::test_roofline_does_not_compute_a_cached_prefix",
+            "tests/benchmark/test_bench.py::test_roofline_counts_recurrent_states",
+            "tests/benchmark/test_bench.py::test_roofline_counts_what_the_option_quantizes",
         ),
         exercise=9,
     ),

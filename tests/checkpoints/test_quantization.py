@@ -678,12 +678,26 @@ def test_codes_are_the_nearest(scheme, in_features):
     weight = torch.randn(5, in_features)
     weight[0] = 0
     weight[1] = weight[1].abs() + 1
+    weight[2] = -weight[1]
     quantized = QuantizedWeight.quantize(weight, scheme)
     assert quantized.shape == weight.shape
     error = (quantized.dequantize() - weight).abs()
     step = quantized._for_each_input(quantized.scales)
     assert bool((error <= 0.5001 * step + 1e-7).all())
     assert not quantized.dequantize()[0].any()
+    # The largest weight has the largest code, and 0 has a code in every group.
+    largest_code = 2**scheme.bits - 1
+    assert quantized.unpack().amax() == largest_code
+    assert quantized.zeros.amin() >= 0
+    assert quantized.zeros.amax() <= largest_code
+
+
+def test_a_dequantized_weight_is_rounded_once():
+    weight = torch.randn(5, 200)
+    exact = QuantizedWeight.quantize(weight, INT4_32).dequantize()
+    rounded = QuantizedWeight.quantize(weight, INT4_32)
+    rounded.dtype = torch.bfloat16
+    assert torch.equal(rounded.dequantize(), exact.bfloat16())
 
 
 def test_a_part_of_a_weight_is_indexed_as_a_tensor():

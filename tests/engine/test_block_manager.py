@@ -94,6 +94,16 @@ def test_each_engine_has_its_own_128_bit_hashes():
     assert BlockManager.compute_hash([1, 2]) == BlockManager.compute_hash([1, 2], -1)
 
 
+def test_a_block_can_become_full_in_two_steps():
+    manager = BlockManager(10, BLOCK_SIZE)
+    seq = make_sequence(1, 2, 3)
+    assert manager.allocate(seq, [])
+    manager.cache_full_blocks(seq, 0, 1)
+    assert find_hits(manager, 1, 2, 3) == []
+    manager.cache_full_blocks(seq, 1, 2)
+    assert find_hits(manager, 1, 2, 3) == [0]
+
+
 # --- eviction
 
 
@@ -244,3 +254,16 @@ def test_nothing_is_hit_without_prefix_caching():
     manager = BlockManager(8, BLOCK_SIZE, enable_prefix_caching=False)
     serve(manager, 1, 2, 3)
     assert find_hits(manager, 1, 2, 3) == []
+
+
+def test_what_did_not_fit_is_forgotten_when_it_fits():
+    manager = BlockManager(3, BLOCK_SIZE)
+    first = serve(manager, 1, 2, 3)
+    blocked = make_sequence(4, 4, 4)
+    assert not admit(manager, blocked)
+    assert manager.is_still_blocked(blocked)
+    assert not manager.is_still_blocked(first)
+    manager.release(first)
+    assert not manager.is_still_blocked(blocked)
+    assert manager.allocate(blocked, [])
+    assert manager.blocked is None

@@ -123,6 +123,15 @@ def test_drafts_take_what_a_step_leaves_unused():
     assert scheduler.num_preemptions == 0
 
 
+def test_a_draft_has_the_tokens_that_fit_into_the_blocks():
+    scheduler = make_scheduler(
+        draft_sevens(), BlockManager(1, 4), max_num_seqs=1, max_num_batched_tokens=9
+    )
+    scheduler.add(Sequence(0, [1, 2], SamplingParams()))
+    assert run_step(scheduler) == {0: 2}
+    assert run_step(scheduler) == {0: 2}
+
+
 def test_nan_logits_with_a_draft_are_recomputed_without_it():
     """Attention multiplies masked values by 0, so NaN of a draft token reaches those before it."""
     manager = BlockManager(9, 4)
@@ -300,6 +309,9 @@ def choose(decodes, costs=FREE, budget=100):
         ({}, [[2, 3, 1, 2], [2, 3, 1, 2]]),  # free, so all of them
         ({"costs": StepCosts(1.0, 1.0, per_token=0.25)}, [[2, 3, 1, 2], []]),
         ({"costs": StepCosts(1.0, 5.0, per_token=0.0)}, [[], []]),  # a decode has a CUDA graph
+        # One draft token does not pay, and four do.
+        ({"costs": StepCosts(1.0, 1.6, per_token=0.0)}, [[2, 3, 1, 2], [2, 3, 1, 2]]),
+        ({"costs": StepCosts(1.0, 1.0, per_token=2.0)}, [[], []]),  # a gain of 3.6% is too little
         ({"budget": 3}, [[2, 3, 1], []]),
     ],
     ids=str,

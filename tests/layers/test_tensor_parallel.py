@@ -56,6 +56,7 @@ def compute_mlp(tp):
 @pytest.mark.parametrize("size", [2, 3])
 def test_column_and_row_parallel_layers(size):
     (expected,) = run_ranks(1, compute_mlp)
+    assert expected.shape == (5, HIDDEN_SIZE)
     for output in run_ranks(size, compute_mlp):  # every rank has the sum
         torch.testing.assert_close(output, expected)
 

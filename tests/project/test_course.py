@@ -1,6 +1,6 @@
-"""The course is made from the code: its names exist, and each function has a test that needs it.
+"""The course is made from the code: its names exist, and its tests notice wrong bodies.
 
-With -m sweep, each function of each evening is taken away alone, see course_sweep.py.
+With -m sweep, the functions of each evening get other bodies, see course_sweep.py.
 """
 
 import re
@@ -259,6 +259,6 @@ def test_what_start_cannot_copy_is_named(project, tmp_path):
 
 @pytest.mark.sweep
 @EACH_EVENING
-def test_each_function_is_needed_by_a_test(evening):
+def test_wrong_bodies_are_noticed(evening):
     done = start(Path(__file__).with_name("course_sweep.py"), str(evening.number))
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
