@@ -673,7 +673,7 @@ def test_only_empty_biases_are_ignored(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("scheme", [Scheme(8, 128), Scheme(4, 64), Scheme(4, 32)])
-@pytest.mark.parametrize("in_features", [1, 31, 128, 200])
+@pytest.mark.parametrize("in_features", [1, 3, 31, 128, 200])
 def test_codes_are_the_nearest(scheme, in_features):
     weight = torch.randn(5, in_features)
     weight[0] = 0
@@ -681,6 +681,7 @@ def test_codes_are_the_nearest(scheme, in_features):
     weight[2] = -weight[1]
     quantized = QuantizedWeight.quantize(weight, scheme)
     assert quantized.shape == weight.shape
+    assert quantized.codes.shape == QuantizedWeight.empty_like(weight, scheme).codes.shape
     error = (quantized.dequantize() - weight).abs()
     step = quantized._for_each_input(quantized.scales)
     assert bool((error <= 0.5001 * step + 1e-7).all())
@@ -690,6 +691,11 @@ def test_codes_are_the_nearest(scheme, in_features):
     assert quantized.unpack().amax() == largest_code
     assert quantized.zeros.amin() >= 0
     assert quantized.zeros.amax() <= largest_code
+
+
+def test_a_scale_of_1_is_exact():
+    weight = torch.arange(16.0)[None] - 7
+    assert torch.equal(QuantizedWeight.quantize(weight, Scheme(4, 16)).dequantize(), weight)
 
 
 def test_a_dequantized_weight_is_rounded_once():

@@ -111,7 +111,10 @@ def test_eviction_is_least_recently_used_and_tail_first():
     manager = BlockManager(7, BLOCK_SIZE)
     old = serve(manager, 1, 1, 2, 2, 3, 3, 9)  # in blocks 0 to 3
     new = serve(manager, 4, 4, 5, 5, 9)  # in blocks 4 to 6
+    manager.release(old, num_tokens=3)
+    assert old.block_table == [0, 1]
     manager.release(old)
+    assert old.block_table == []
     manager.release(new)
     # Blocks 6 and 3 are not full, so no prompt can hit them.
     assert list(manager.free_block_ids) == [6, 3, 2, 1, 0, 5, 4]

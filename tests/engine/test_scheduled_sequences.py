@@ -262,14 +262,14 @@ def test_the_decisions_of_features_are_followed(policy):
     reasons = set()
     for seed in range(80):
         rng = random.Random(seed)
-        scheduler = make_scheduler(policy, num_blocks=9, max_num_seqs=3, budget=rng.randint(13, 20))
+        scheduler = make_scheduler(policy, num_blocks=9, max_num_seqs=3, budget=rng.randint(4, 12))
         scheduler.block_size = rng.randint(1, 4)
         scheduler.block_manager.block_size = scheduler.block_size
         attach(scheduler, Meddler(rng))
         seqs = []
         for seq_id in range(5):
-            # At most 9 tokens, which fill the pool if a block has one token.
-            prompt = [seq_id, *range(1, rng.randint(1, 4))]
+            # At most 9 blocks of tokens, which fill the pool.
+            prompt = [seq_id, *range(1, rng.randint(1, 4 * scheduler.block_size))]
             stop_token_ids = frozenset(rng.sample(range(5, 40), 3))
             params = SamplingParams(max_tokens=rng.randint(1, 5 * scheduler.block_size))
             seqs.append(Sequence(seq_id, prompt, params, stop_token_ids=stop_token_ids))
@@ -327,4 +327,6 @@ def test_a_reset_keeps_the_order_and_resets_features():
     scheduler.reset(seqs)
     assert resets == [seqs], "when the sequences wait"
     assert scheduler.running == []
+    check_queues(scheduler)
+    assert {seq.num_cached_tokens for seq in seqs} == {None}
     assert run_steps(scheduler, 3) == [{0: 6, 1: 6}, {0: 1, 1: 1}, {2: 5}]

@@ -133,8 +133,9 @@ def test_a_state_is_read_where_it_was_written(policy, has_drafts):
     assert num_reused > 200
 
 
-def test_the_second_sequence_leaves_the_snapshot():
-    engine = Engine()
+@pytest.mark.parametrize("budget", [64, 16, 15, 7])
+def test_the_second_sequence_leaves_the_snapshot(budget):
+    engine = Engine(budget=budget)
     assert [engine.serve([*X, index]) for index in range(4)] == [0, 0, 16, 16]
 
 

@@ -276,6 +276,13 @@ def test_prompt_lookup():
     assert proposer.propose(3) == [5, 2, 3], "1 2 3 rather than 2 3, which 9 followed the last time"
     token_ids += [7, 7, 7]
     assert proposer.propose(4) == [7, 7, 7, 7], "an occurrence that overlaps the end"
+    assert PromptLookup([1, 2, 9, 1, 2]).propose(1) == [9], "also at the start"
+
+
+def test_token_0_is_accepted():
+    seq = Sequence(0, [1, 0, 7], SamplingParams())
+    assert draft_sevens()._verify(seq, [0, 7], [0, 0, 5]) == [0, 0]
+    assert seq.token_ids == [1, 0]
 
 
 def make_decode(acceptance_rate, max_tokens=8, **params):

@@ -73,6 +73,8 @@ def test_embedding_and_logits(size, scheme):
             del layer.weight
             layer.weight = weight
         embedded = layer(token_ids)
+        torch.testing.assert_close(layer.logits(embedded[:1]), layer.logits(embedded)[:1])
+        assert len(layer.logits(embedded[:0])) == 0
         return embedded, layer.logits(embedded)
 
     ((embedding, logits),) = run_ranks(1, compute)
