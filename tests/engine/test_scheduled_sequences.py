@@ -194,13 +194,21 @@ class Meddler(Feature):
 
     def limit_prefix(self, seq, prefix):
         self.num_reused = self.rng.randint(0, len(prefix))
+        for block in prefix[self.num_reused :]:  # otherwise there would be duplicates of these
+            self.scheduler.block_manager.uncache(block.block_id)
         return prefix[: self.num_reused]
 
+    def may_start(self, seq):
+        self.may_start_now = self.rng.random() < 0.8
+        return self.may_start_now
+
     def admitted(self, seq):
+        assert self.may_start_now
         assert seq.num_computed_tokens == self.num_reused * self.scheduler.block_size
         assert seq.num_admitted_tokens == len(seq.token_ids)
 
     def limit_tokens(self, seq, num_tokens):
+        assert seq in self.scheduler.running
         assert 1 <= num_tokens <= len(seq.token_ids) - seq.num_computed_tokens
         self.num_tokens = self.rng.randint(1, num_tokens)
         return self.num_tokens
@@ -253,6 +261,7 @@ def check_queues(scheduler):
         assert all(manager.blocks[block_id].is_cached for block_id in seq.block_table[:num_full])
     for seq in scheduler.waiting:
         assert seq.num_computed_tokens == 0
+        assert seq.lane == -1
         assert not seq.block_table
 
 
@@ -312,6 +321,14 @@ def test_nothing_after_nan_is_appended():
     scheduler.postprocess(step, [[-1, 7]])
     assert seq.finish_reason == "error"
     assert 7 not in seq.token_ids
+
+
+def test_token_0_is_no_error():
+    scheduler = make_scheduler()
+    seq = make_sequence(1, prompt_len=2, max_tokens=4)
+    scheduler.add(seq)
+    finish_step(scheduler, scheduler.schedule(), [[0]])
+    assert seq.token_ids == [1, 1, 0]
 
 
 def test_a_reset_keeps_the_order_and_resets_features():

@@ -211,3 +211,12 @@ def test_a_step_uses_all_of_its_budget(policy, expected):
     for seq_id, prompt_len in ((1, 12 if is_split else 3), (2, 5)):
         scheduler.add(make_sequence(seq_id, prompt_len, max_tokens=4))
     assert run_step(scheduler) == expected
+
+
+def test_a_prompt_whose_missing_tokens_fit_is_not_delayed():
+    scheduler = make_scheduler(PrefillFirstScheduler, budget=9)
+    scheduler.add(make_sequence(0, prompt_len=9, max_tokens=4, first_token=0))
+    run_step(scheduler)
+    scheduler.add(make_sequence(1, prompt_len=5, max_tokens=4))
+    scheduler.add(make_sequence(2, prompt_len=9, max_tokens=4, first_token=0))
+    assert run_step(scheduler) == {1: 5, 2: 1}
