@@ -191,6 +191,7 @@ def check(manager, seqs):
     assert sorted([*set(held), *free]) == list(range(manager.num_blocks))
     for block in manager.blocks:
         assert block.ref_count == held.count(block.block_id)
+        assert block.is_cached or block.token_ids == []
     listed = [(block.hash, block.block_id) for block in manager.blocks if block.hash != -1]
     assert sorted(manager.hash_to_block_id.items()) == sorted(listed)
 

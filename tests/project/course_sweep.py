@@ -13,6 +13,7 @@ import random
 import sys
 from collections.abc import Iterator
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -158,11 +159,11 @@ def make_changes(evening: Evening) -> Iterator[Body]:
 
 
 def describe(before: list[str], after: list[str]) -> str:
-    """Show the first line that differs."""
-    for old, new in zip(before, after):
-        if old != new:
-            return f"{old.strip()} -> {new.strip()}"
-    return f"{before[len(after) :]} -> nothing"
+    """Show the first line that differs, from a little before the difference on."""
+    old, new = next((old, new) for old, new in zip(before, after) if old != new)
+    num_equal = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(old, new))))
+    start = old.rfind(" ", 0, max(0, num_equal - 16)) + 1
+    return f"{old[start : num_equal + 26].strip()} -> {new[start : num_equal + 26].strip()}"
 
 
 def sweep(bodies: list[Body], forks: Forks) -> list[str]:
