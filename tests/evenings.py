@@ -45,7 +45,7 @@ EVENINGS = (
             "tests/kernels/test_attention.py::test_only_a_backend_knows_the_layout_of_its_cache",
             "tests/kernels/test_attention.py::test_a_window_begins_where_its_first_token_is",
             "tests/kernels/test_attention.py::test_block_0_of_a_new_cache_is_zeros",
-            "tests/kernels/test_attention.py::test_a_batch_without_sequences_is_as_drawn_in_batch_py",
+            "tests/kernels/test_attention.py::test_a_batch_without_sequences_is_as_drawn",
         ),
         exercise=6,
     ),

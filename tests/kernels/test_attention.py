@@ -236,7 +236,7 @@ def test_block_0_of_a_new_cache_is_zeros(monkeypatch):
     assert not cache[:, 0].any()
 
 
-def test_a_batch_without_sequences_is_as_drawn_in_batch_py():
+def test_a_batch_without_sequences_is_as_drawn():
     tables = torch.tensor([[5, 0], [2, 6], [1, 9]], dtype=torch.int32)
     batch = batches.make_batch([3, 1, 2], [3, 8, 6], tables, 4)
     expected = dict(
