@@ -2,8 +2,9 @@
 
     python tests/course.py start 3 ../my-nanovllm     a copy in which the functions of evening 3 are
                                                       empty; 1-7 empties those of all evenings
-    python tests/course.py check 3                    in the copy: which functions are still empty,
-                                                      and the tests of the evening
+    python tests/course.py check 3 [FUNCTION ...]     in the copy: which functions are still empty,
+                                                      and the tests of the evening. With functions:
+                                                      all others are the reference
     python tests/course.py compare 3 [FUNCTION ...]   in the copy: the reference and your functions
 
 evenings.py lists the functions and tests of each evening. nanovllm/course/ has its text.
@@ -13,7 +14,9 @@ import argparse
 import ast
 import difflib
 import os
+import re
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -37,11 +40,11 @@ def find_path(name: str) -> str:
     return name.partition(":")[0].replace(".", "/") + ".py"
 
 
-def find_node(source: str, name: str) -> ast.FunctionDef | ast.ClassDef:
+def find_node(source: str | ast.Module, name: str) -> ast.FunctionDef | ast.ClassDef:
     """Find a function or a class in the source of its file."""
     path = find_path(name)
     qualified_name = name.partition(":")[2]
-    node: ast.AST = ast.parse(source, path)
+    node: ast.AST = ast.parse(source, path) if isinstance(source, str) else source
     for part in qualified_name.split("."):
         for each in ast.iter_child_nodes(node):
             if isinstance(each, (ast.FunctionDef, ast.ClassDef)) and each.name == part:
@@ -108,6 +111,30 @@ def require_checkout() -> None:
         raise CourseError(f"{ROOT} is not a git checkout: clone the project with git first")
 
 
+def read_reference(name: str) -> str:
+    """Return the source of the file of a function, as it was when the copy was made."""
+    require_checkout()
+    if REFERENCE not in run_git(ROOT, "tag").split():
+        raise CourseError(f"{ROOT} has no reference: run this in a copy that start has made")
+    return run_git(ROOT, "show", f"{REFERENCE}:{find_path(name)}")
+
+
+def find_names(evenings: list[Evening], chosen: list[str]) -> list[str]:
+    """Return the functions of evenings, or those with the names in `chosen`."""
+    names = [name for evening in evenings for name in evening.functions]
+    found: list[str] = []
+    for each in chosen:
+        matches = [
+            name
+            for name in names
+            if re.split("[:.]", name)[-each.count(".") - 1 :] == each.split(".")
+        ]
+        if not matches:
+            raise CourseError(f"{each} is no function of this evening: name it as start does")
+        found += matches
+    return found or names
+
+
 def start(evenings: list[Evening], directory: Path) -> int:
     """Make a copy without the functions of the evenings, and print what to do."""
     require_checkout()
@@ -157,37 +184,49 @@ def describe(evening: Evening) -> str:
     return "\n".join(lines)
 
 
-def check(evenings: list[Evening]) -> int:
-    """Name the functions that are still empty, and run the tests up to the first that fails."""
-    tests: list[str] = []
+def check(evenings: list[Evening], chosen: list[str]) -> int:
+    """Name the functions that are still empty, and run the tests of the evening.
+
+    With functions, all others are the reference, and only tests that need one of these run.
+    """
+    names = find_names(evenings, chosen)
+    references: dict[str, str] = {}
+    empties: dict[str, str] = {}
     for evening in evenings:
         for name in evening.functions:
             source = (ROOT / find_path(name)).read_text()
-            if source == empty(source, name, evening.number):
+            emptied = empty(source, name, evening.number)
+            if name not in names:
+                references[name] = read_reference(name)
+                continue
+            if chosen:
+                empties[name] = emptied
+            if source == emptied:
                 print(f"still empty: {name}")
-        tests += [test for test in evening.tests if test not in tests]
-    command = [sys.executable, "-m", "pytest", "-x", *tests]
-    print("+", shlex.join(["python", *command[1:]]), flush=True)
+    tests = dict.fromkeys([test for evening in evenings for test in evening.tests])
+    print("+", shlex.join(["python", "-m", "pytest", "-q", "--tb=short", *tests]), flush=True)
     # The package of this folder is imported, also by processes that tests start elsewhere.
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}).returncode
+    os.chdir(ROOT)
+    sys.path.insert(0, str(ROOT))
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+    )
+    import bodies  # only here, because it needs pytest
+
+    findings = bodies.check(list(tests), names, references, empties)
+    subject = f"that need {', '.join(chosen)}" if chosen else "of the evening"
+    num_passed = findings.num_tests - len(findings.failed)
+    print(f"{num_passed} of {findings.num_tests} tests {subject} pass")
+    return 0 if num_passed == findings.num_tests > 0 else 1
 
 
 def compare(evenings: list[Evening], chosen: list[str]) -> int:
     """Show what distinguishes your functions from the reference, - and +."""
-    require_checkout()
-    if REFERENCE not in run_git(ROOT, "tag").split():
-        raise CourseError(f"{ROOT} has no reference: run compare in a copy that start has made")
-    names = [name for evening in evenings for name in evening.functions]
-    for each in chosen:
-        if not any(name.endswith(f":{each}") for name in names):
-            raise CourseError(f"{each} is no function of this evening: name it as start does")
-    if chosen:
-        names = [name for name in names if name.partition(":")[2] in chosen]
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # ends quietly if its reader stops, as head does
+    names = find_names(evenings, chosen)
     for name in names:
-        path = find_path(name)
-        reference = cut_function(run_git(ROOT, "show", f"{REFERENCE}:{path}"), name)
-        own = cut_function((ROOT / path).read_text(), name)
+        reference = cut_function(read_reference(name), name)
+        own = cut_function((ROOT / find_path(name)).read_text(), name)
         if own == reference:
             print(f"identical: {name}")
             continue
@@ -221,15 +260,16 @@ def main() -> int:
         command = commands.add_parser(name, help=function.__doc__, description=function.__doc__)
         command.add_argument("evenings", type=parse_numbers, help="3, or a range such as 1-7")
     commands.choices["start"].add_argument("directory", type=Path, help="where to make the copy")
-    commands.choices["compare"].add_argument(
-        "functions", nargs="*", help="only these, such as Scheduler.plan"
-    )
+    for name in ("check", "compare"):
+        commands.choices[name].add_argument(
+            "functions", nargs="*", help="only these, such as Scheduler.plan or plan"
+        )
     arguments = parser.parse_args()
     try:
         if arguments.command == "start":
             return start(arguments.evenings, arguments.directory)
         if arguments.command == "check":
-            return check(arguments.evenings)
+            return check(arguments.evenings, arguments.functions)
         return compare(arguments.evenings, arguments.functions)
     except SyntaxError as error:
         parser.error(f"{error.filename}, line {error.lineno}: {error.msg}: correct it")

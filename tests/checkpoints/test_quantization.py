@@ -561,17 +561,37 @@ def test_only_empty_biases_are_ignored(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("scheme", [Scheme(8, 128), Scheme(4, 64), Scheme(4, 32)])
-@pytest.mark.parametrize("in_features", [1, 31, 128, 200])
+@pytest.mark.parametrize("in_features", [1, 3, 31, 128, 200])
 def test_codes_are_the_nearest(scheme, in_features):
     weight = torch.randn(5, in_features)
     weight[0] = 0
     weight[1] = weight[1].abs() + 1
+    weight[2] = -weight[1]
     quantized = QuantizedWeight.quantize(weight, scheme)
     assert quantized.shape == weight.shape
+    assert quantized.codes.shape == QuantizedWeight.empty_like(weight, scheme).codes.shape
     error = (quantized.dequantize() - weight).abs()
     step = quantized._for_each_input(quantized.scales)
     assert bool((error <= 0.5001 * step + 1e-7).all())
     assert not quantized.dequantize()[0].any()
+    # The largest weight has the largest code, and 0 has a code in every group.
+    largest_code = 2**scheme.bits - 1
+    assert quantized.unpack().amax() == largest_code
+    assert quantized.zeros.amin() >= 0
+    assert quantized.zeros.amax() <= largest_code
+
+
+def test_a_scale_of_1_is_exact():
+    weight = torch.arange(16.0)[None] - 7
+    assert torch.equal(QuantizedWeight.quantize(weight, Scheme(4, 16)).dequantize(), weight)
+
+
+def test_a_dequantized_weight_is_rounded_once():
+    weight = torch.randn(5, 200)
+    exact = QuantizedWeight.quantize(weight, INT4_32).dequantize()
+    rounded = QuantizedWeight.quantize(weight, INT4_32)
+    rounded.dtype = torch.bfloat16
+    assert torch.equal(rounded.dequantize(), exact.bfloat16())
 
 
 def test_a_part_of_a_weight_is_indexed_as_a_tensor():

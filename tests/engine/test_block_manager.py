@@ -94,6 +94,16 @@ def test_each_engine_has_its_own_128_bit_hashes():
     assert BlockManager.compute_hash([1, 2]) == BlockManager.compute_hash([1, 2], -1)
 
 
+def test_a_block_can_become_full_in_two_steps():
+    manager = BlockManager(10, BLOCK_SIZE)
+    seq = make_sequence(1, 2, 3)
+    assert manager.allocate(seq, [])
+    manager.cache_full_blocks(seq, 0, 1)
+    assert find_hits(manager, 1, 2, 3) == []
+    manager.cache_full_blocks(seq, 1, 2)
+    assert find_hits(manager, 1, 2, 3) == [0]
+
+
 # --- eviction
 
 
@@ -101,7 +111,10 @@ def test_eviction_is_least_recently_used_and_tail_first():
     manager = BlockManager(7, BLOCK_SIZE)
     old = serve(manager, 1, 1, 2, 2, 3, 3, 9)  # in blocks 0 to 3
     new = serve(manager, 4, 4, 5, 5, 9)  # in blocks 4 to 6
+    manager.release(old, num_tokens=3)
+    assert old.block_table == [0, 1]
     manager.release(old)
+    assert old.block_table == []
     manager.release(new)
     # Blocks 6 and 3 are not full, so no prompt can hit them.
     assert list(manager.free_block_ids) == [6, 3, 2, 1, 0, 5, 4]
@@ -178,6 +191,7 @@ def check(manager, seqs):
     assert sorted([*set(held), *free]) == list(range(manager.num_blocks))
     for block in manager.blocks:
         assert block.ref_count == held.count(block.block_id)
+        assert block.is_cached or block.token_ids == []
     listed = [(block.hash, block.block_id) for block in manager.blocks if block.hash != -1]
     assert sorted(manager.hash_to_block_id.items()) == sorted(listed)
 
@@ -244,3 +258,16 @@ def test_nothing_is_hit_without_prefix_caching():
     manager = BlockManager(8, BLOCK_SIZE, enable_prefix_caching=False)
     serve(manager, 1, 2, 3)
     assert find_hits(manager, 1, 2, 3) == []
+
+
+def test_what_did_not_fit_is_forgotten_when_it_fits():
+    manager = BlockManager(3, BLOCK_SIZE)
+    first = serve(manager, 1, 2, 3)
+    blocked = make_sequence(4, 4, 4)
+    assert not admit(manager, blocked)
+    assert manager.is_still_blocked(blocked)
+    assert not manager.is_still_blocked(first)
+    manager.release(first)
+    assert not manager.is_still_blocked(blocked)
+    assert manager.allocate(blocked, [])
+    assert manager.blocked is None

@@ -45,6 +45,9 @@ INVALID_PARAMS = {
     "ignore_eos": [1],
     "seed": ["x", 2**64, -(2**63) - 1],
     "logprobs": [-1, True],
+    "prompt_logprobs": [-1, "x"],
+    "structured_outputs": [{}, {"regex": 3}, "a"],
+    "logit_bias": [{1: 101}, {-1: 0}, [3]],
 }
 
 
@@ -62,6 +65,10 @@ def test_an_invalid_option_is_named(make_llm, name, value):
 def test_an_invalid_sampling_parameter_is_named(name, value):
     with pytest.raises((ValueError, TypeError), match=name):
         SamplingParams(**{name: value})
+
+
+def test_every_sampling_parameter_has_an_invalid_value():
+    assert list(INVALID_PARAMS) == [field.name for field in fields(SamplingParams)]
 
 
 @pytest.mark.parametrize(

@@ -100,3 +100,15 @@ def test_a_batch_looks_as_drawn_in_batch_py():
     )
     for name, value in vars(batch).items():
         assert np.asarray(value).tolist() == expected[name], name
+
+
+def test_a_token_and_its_draft_can_enter_a_block():
+    """The block table of a decode is copied when it grows."""
+    runner = SimpleNamespace(block_tables=np.zeros((1, 4), np.int32), block_size=4)
+    seq = Sequence(0, list(range(5)), SamplingParams())
+    seq.lane = 0
+    seq.block_table = [3, 7]
+    seq.num_computed_tokens = 3
+    step = Step()
+    step.add(seq, 2, num_logits=2)
+    assert ModelRunner.prepare_batch(runner, step).slot_mapping.tolist() == [15, 28]

@@ -176,3 +176,174 @@ def test_a_pending_token_that_is_the_last_one_is_not_computed():
     assert scheduler.schedule().seqs == []
     scheduler.postprocess(step, [[7]])
     assert seq.finish_reason == "length"
+
+
+# --- What a feature decides is followed
+
+
+class Meddler(Feature):
+    """Shortens prefixes and chunks at random, drafts tokens that are right, and checks the rest.
+
+    A token is its position, as in the prompts of make_sequence. `kv` stands for the K/V: for each
+    slot, the sequence and the position that were written last.
+    """
+
+    def __init__(self, rng):
+        self.rng = rng
+        self.kv = {}
+
+    def limit_prefix(self, seq, prefix):
+        self.num_reused = self.rng.randint(0, len(prefix))
+        for block in prefix[self.num_reused :]:  # otherwise there would be duplicates of these
+            self.scheduler.block_manager.uncache(block.block_id)
+        return prefix[: self.num_reused]
+
+    def may_start(self, seq):
+        self.may_start_now = self.rng.random() < 0.8
+        return self.may_start_now
+
+    def admitted(self, seq):
+        assert self.may_start_now
+        assert seq.num_computed_tokens == self.num_reused * self.scheduler.block_size
+        assert seq.num_admitted_tokens == len(seq.token_ids)
+
+    def limit_tokens(self, seq, num_tokens):
+        assert seq in self.scheduler.running
+        assert 1 <= num_tokens <= len(seq.token_ids) - seq.num_computed_tokens
+        self.num_tokens = self.rng.randint(1, num_tokens)
+        return self.num_tokens
+
+    def scheduled(self, seq, end):
+        assert end == seq.num_computed_tokens + self.num_tokens
+
+    def planned(self, step):
+        budget = self.scheduler.max_num_batched_tokens - sum(step.num_tokens)
+        assert budget >= 0
+        for index, (seq, num_tokens, num_logits) in enumerate(step):
+            start = seq.num_computed_tokens
+            length = len(seq.token_ids)
+            assert num_logits == (start + num_tokens == length)
+            if step.is_decode(index):
+                seq.token_ids += range(length, length + min(budget, self.rng.randint(0, 5)))
+                while not self.scheduler.block_manager.grow(seq):
+                    seq.token_ids.pop()
+            num_draft_tokens = len(seq.token_ids) - length
+            step.num_tokens[index] += num_draft_tokens
+            step.num_logits[index] += num_draft_tokens
+            budget -= num_draft_tokens
+            block_size = self.scheduler.block_size
+            for position in range(start + step.num_tokens[index]):
+                slot = seq.block_table[position // block_size], position % block_size
+                if position >= start:
+                    self.kv[slot] = seq, position
+                assert self.kv[slot] == (seq, position)
+
+    def releasing(self, seq):
+        assert seq.block_table
+        assert seq.lane >= 0
+        assert seq in self.scheduler.running
+
+    def finished(self, seq, reason):
+        assert seq.finish_reason == reason
+        assert not seq.block_table
+
+
+def check_queues(scheduler):
+    """Check a scheduler between two steps. Running sequences have cached all full blocks."""
+    assert {seq.status.name for seq in scheduler.running} <= {"RUNNING"}
+    assert {seq.status.name for seq in scheduler.waiting} <= {"WAITING"}
+    lanes = [seq.lane for seq in scheduler.running]
+    assert sorted([*lanes, *scheduler.free_lanes]) == list(range(scheduler.max_num_seqs))
+    manager = scheduler.block_manager
+    for seq in scheduler.running:
+        num_full = seq.num_computed_tokens // scheduler.block_size
+        assert seq.num_computed_tokens < len(seq.token_ids)
+        assert all(manager.blocks[block_id].is_cached for block_id in seq.block_table[:num_full])
+    for seq in scheduler.waiting:
+        assert seq.num_computed_tokens == 0
+        assert seq.lane == -1
+        assert not seq.block_table
+
+
+@pytest.mark.parametrize("policy", [Scheduler, PrefillFirstScheduler])
+def test_the_decisions_of_features_are_followed(policy):
+    """Whatever they are, sequences keep their order, tokens and K/V, and end where they must."""
+    reasons = set()
+    for seed in range(80):
+        rng = random.Random(seed)
+        scheduler = make_scheduler(policy, num_blocks=9, max_num_seqs=3, budget=rng.randint(4, 12))
+        scheduler.block_size = rng.randint(1, 4)
+        scheduler.block_manager.block_size = scheduler.block_size
+        attach(scheduler, Meddler(rng))
+        seqs = []
+        for seq_id in range(5):
+            # At most 9 blocks of tokens, which fill the pool.
+            prompt = [seq_id, *range(1, rng.randint(1, 4 * scheduler.block_size))]
+            stop_token_ids = frozenset(rng.sample(range(5, 40), 3))
+            params = SamplingParams(max_tokens=rng.randint(1, 5 * scheduler.block_size))
+            seqs.append(Sequence(seq_id, prompt, params, stop_token_ids=stop_token_ids))
+            scheduler.add(seqs[-1])
+        num_computed = 0
+        for _ in range(200):
+            step = scheduler.schedule()
+            _, positions = step.list_rows()
+            sampled = step.split(positions)
+            nan = rng.choice(range(20))
+            if nan < len(step.seqs) and sampled[nan]:
+                sampled[nan] = [*sampled[nan][:-1], -1]
+            num_computed += sum(step.num_tokens)
+            finish_step(scheduler, step, sampled)
+            check_queues(scheduler)
+            assert [*scheduler.running, *scheduler.waiting] == [
+                seq for seq in seqs if seq.finish_reason is None
+            ]
+        counted = scheduler.num_prefill_tokens + scheduler.num_decode_tokens
+        assert counted == num_computed
+        for seq in seqs:
+            reasons.add(seq.finish_reason)
+            length = len(seq.token_ids)
+            assert seq.status.name == "FINISHED"
+            assert seq.token_ids == [seq.seq_id, *range(1, length)]
+            assert not seq.stop_token_ids.intersection(range(seq.num_prompt_tokens, length - 1))
+            if seq.finish_reason == "length":
+                assert length == seq.max_num_tokens
+            if seq.finish_reason == "stop":
+                assert length - 1 in seq.stop_token_ids
+    assert reasons == {"length", "stop", "error"}
+
+
+def test_nothing_after_nan_is_appended():
+    scheduler = make_scheduler()
+    seq = make_sequence(0, prompt_len=2, max_tokens=4)
+    scheduler.add(seq)
+    step = scheduler.schedule()
+    scheduler.advance(step)
+    scheduler.postprocess(step, [[-1, 7]])
+    assert seq.finish_reason == "error"
+    assert 7 not in seq.token_ids
+
+
+def test_token_0_is_no_error():
+    scheduler = make_scheduler()
+    seq = make_sequence(1, prompt_len=2, max_tokens=4)
+    scheduler.add(seq)
+    finish_step(scheduler, scheduler.schedule(), [[0]])
+    assert seq.token_ids == [1, 1, 0]
+
+
+def test_a_reset_keeps_the_order_and_resets_features():
+    scheduler = make_scheduler(max_num_seqs=2)
+    seqs = [make_sequence(seq_id, prompt_len=5, max_tokens=3) for seq_id in range(3)]
+    for seq in seqs:
+        scheduler.add(seq)
+    resets = []
+    feature = Feature()
+    feature.reset = lambda: resets.append(list(scheduler.waiting))
+    scheduler.features = [feature]
+    run_step(scheduler)
+    scheduler.reset(seqs)
+    assert resets == [seqs], "when the sequences wait"
+    assert scheduler.running == []
+    check_queues(scheduler)
+    assert {seq.num_cached_tokens for seq in seqs} == {None}
+    assert run_steps(scheduler, 3) == [{0: 6, 1: 6}, {0: 1, 1: 1}, {2: 5}]

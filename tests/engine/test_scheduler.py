@@ -198,3 +198,25 @@ def test_random_loads(loads, policy, num_blocks, max_num_seqs, budget, aborted):
     assert len(scheduler.block_manager.free_block_ids) == num_blocks
     for seq in seqs:
         assert seq.finish_reason == "abort" or len(seq.token_ids) == seq.max_num_tokens
+
+
+@pytest.mark.parametrize(
+    "policy, expected", [(Scheduler, {0: 1, 1: 7}), (PrefillFirstScheduler, {1: 3, 2: 5})]
+)
+def test_a_step_uses_all_of_its_budget(policy, expected):
+    scheduler = make_scheduler(policy, budget=8)
+    scheduler.add(make_sequence(0, prompt_len=5, max_tokens=4))
+    run_step(scheduler)
+    is_split = scheduler.splits_prompts
+    for seq_id, prompt_len in ((1, 12 if is_split else 3), (2, 5)):
+        scheduler.add(make_sequence(seq_id, prompt_len, max_tokens=4))
+    assert run_step(scheduler) == expected
+
+
+def test_a_prompt_whose_missing_tokens_fit_is_not_delayed():
+    scheduler = make_scheduler(PrefillFirstScheduler, budget=9)
+    scheduler.add(make_sequence(0, prompt_len=9, max_tokens=4, first_token=0))
+    run_step(scheduler)
+    scheduler.add(make_sequence(1, prompt_len=5, max_tokens=4))
+    scheduler.add(make_sequence(2, prompt_len=9, max_tokens=4, first_token=0))
+    assert run_step(scheduler) == {1: 5, 2: 1}

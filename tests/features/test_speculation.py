@@ -123,6 +123,15 @@ def test_drafts_take_what_a_step_leaves_unused():
     assert scheduler.num_preemptions == 0
 
 
+def test_a_draft_has_the_tokens_that_fit_into_the_blocks():
+    scheduler = make_scheduler(
+        draft_sevens(), BlockManager(1, 4), max_num_seqs=1, max_num_batched_tokens=9
+    )
+    scheduler.add(Sequence(0, [1, 2], SamplingParams()))
+    assert run_step(scheduler) == {0: 2}
+    assert run_step(scheduler) == {0: 2}
+
+
 def test_nan_logits_end_a_sequence_after_its_valid_tokens():
     manager = BlockManager(9, 4)
     scheduler = make_scheduler(draft_sevens(), manager, max_num_seqs=1, max_num_batched_tokens=16)
@@ -247,6 +256,13 @@ def test_prompt_lookup():
     assert proposer.propose(3) == [5, 2, 3], "1 2 3 rather than 2 3, which 9 followed the last time"
     token_ids += [7, 7, 7]
     assert proposer.propose(4) == [7, 7, 7, 7], "an occurrence that overlaps the end"
+    assert PromptLookup([1, 2, 9, 1, 2]).propose(1) == [9], "also at the start"
+
+
+def test_token_0_is_accepted():
+    seq = Sequence(0, [1, 0, 7], SamplingParams())
+    assert draft_sevens()._verify(seq, [0, 7], [0, 0, 5]) == [0, 0]
+    assert seq.token_ids == [1, 0]
 
 
 def make_decode(acceptance_rate, max_tokens=8, **params):
@@ -279,6 +295,8 @@ def choose(decodes, costs=FREE, budget=100):
     [
         ({}, [[2, 3, 1, 2], [2, 3, 1, 2]]),  # free, so all of them
         ({"costs": StepCosts(per_token=0.2)}, [[2, 3, 1, 2], []]),
+        ({"costs": StepCosts(per_token=0.62)}, [[2, 3], []]),  # one draft token does not pay
+        ({"costs": StepCosts(per_token=0.65)}, [[], []]),  # a gain of 4% is too little
         ({"costs": StepCosts(per_token=9.0)}, [[], []]),
         ({"budget": 3}, [[2, 3, 1], []]),
     ],

@@ -11,10 +11,13 @@ import sys
 from unittest.mock import patch
 
 import jsonschema
+import numpy as np
 import pytest
+import torch
 from conftest import check_invariants, copy_tokenizer, find_feature, generate_ids, make_checkpoint
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams, StructuredOutputsParams
+from nanovllm.engine.request import Request
 from nanovllm.features.speculation.drafts import Drafts
 from nanovllm.features.structured_outputs import grammars
 from nanovllm.features.structured_outputs import masks as structured
@@ -389,6 +392,22 @@ def test_without_eos_no_token_ends_a_text(llm):
     texts = [llm.vocabulary.read_bytes(token_id) for token_id in allowed[:-1]]
     assert texts
     assert all(set(text) == {ord("a")} for text in texts)
+
+
+def test_a_row_without_an_allowed_token_becomes_nan(monkeypatch):
+    """Only the last row, the second one of its sequence, is that. The others allow two tokens."""
+    monkeypatch.setattr(
+        structured.GrammarConstraint,
+        "compute_masks",
+        lambda self, seq, num_rows: [np.array([bits], np.uint8) for bits in [3, 0][:num_rows]],
+    )
+    requests = [object.__new__(Request) for _ in range(2)]
+    for request in requests:
+        request.constraint = object.__new__(structured.GrammarConstraint)
+    first, second = requests
+    logits = structured.apply_grammars([first, second, second], torch.ones(3, 4))
+    assert logits[0].tolist() == logits[1].tolist() == [1.0, 1.0, -torch.inf, -torch.inf]
+    assert logits[2].isnan().all()
 
 
 def test_token_that_the_grammar_forbids_is_an_error(llm, monkeypatch):

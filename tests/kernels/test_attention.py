@@ -32,9 +32,11 @@ from kernel_helpers import (
     needs_compiler,
 )
 
+from nanovllm import batch as batches
 from nanovllm.kernels.attention_check import check_backend
 from nanovllm.kernels.cpu import attention as cpp_backend
 from nanovllm.layers import attention as torch_backend
+from nanovllm.layers.attention import find_first_visible, make_cache
 from nanovllm.layers.backends import BACKENDS
 
 # num_heads, num_kv_heads, head_dim
@@ -221,3 +223,37 @@ def test_only_a_backend_knows_the_layout_of_its_cache(tiny, make_llm, monkeypatc
     llm = make_llm(device="cpu", enable_kernels=False)
     assert llm.model_runner.executor.worker.kv_caches[0].shape[2] == 2
     assert generate_ids(llm, [[1, 2, 3]], greedy(9)) == [tiny[1]([1, 2, 3], 9)]
+
+
+def test_a_window_begins_where_its_first_token_is():
+    assert [find_first_visible(position, 3) for position in range(5)] == [0, 0, 0, 1, 2]
+    assert find_first_visible(4, None) == 0
+
+
+def test_block_0_of_a_new_cache_is_zeros(monkeypatch):
+    monkeypatch.setattr(torch, "empty", lambda shape, **options: torch.full(shape, 7, **options))
+    cache = make_cache(2, 16, 1, 4, torch.float32, CPU)
+    assert not cache[:, 0].any()
+
+
+def test_a_batch_without_sequences_is_as_drawn():
+    tables = torch.tensor([[5, 0], [2, 6], [1, 9]], dtype=torch.int32)
+    batch = batches.make_batch([3, 1, 2], [3, 8, 6], tables.numpy(), 4)
+    expected = dict(
+        input_ids=[0] * 6,
+        positions=[0, 1, 2, 7, 4, 5],
+        slot_mapping=[20, 21, 22, 27, 36, 37],
+        cu_seqlens_q=[0, 3, 4, 6],
+        context_lens=[3, 8, 6],
+        block_tables=tables.tolist(),
+        logits_indices=[2, 3, 5],
+        read_slots=[0, 0, 0],
+        write_slots=[0, 0, 0],
+        window_slots=[],
+        window_tables=[[], [], []],
+        long_queries=[0, 2],
+        max_seqlen_q=3,
+        max_seqlen_k=8,
+    )
+    for name, value in vars(batch).items():
+        assert torch.as_tensor(value).tolist() == expected[name], name

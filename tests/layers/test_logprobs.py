@@ -13,6 +13,7 @@ from conftest import (
 )
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.layers.logprobs import find_logprobs, read_logprobs
 
 
 @torch.inference_mode()
@@ -120,3 +121,9 @@ def test_beams_end_if_their_logits_are_nan(poisoned):
     assert [(beam["finish_reason"], beam["token_ids"]) for beam in failed] == [("error", [])]
     assert "logits are NaN" in failed[0]["error"]
     assert [beam["finish_reason"] for beam in found] == ["length"] * 2
+
+
+def test_token_0_has_its_log_probability():
+    logits = torch.tensor([[2.0, 1.0, 0.0]])
+    found = find_logprobs(logits, torch.tensor([0]), [1])
+    assert read_logprobs(found, [1]) == [{0: pytest.approx(logits.log_softmax(-1)[0, 0].item())}]

@@ -63,3 +63,28 @@ def test_a_batch_without_penalties_and_logprobs_does_no_work_for_them(make_llm, 
     monkeypatch.setattr("nanovllm.engine.model_runner.apply_penalties", None)
     monkeypatch.setattr("nanovllm.layers.logprobs.to_device", None)
     generate_ids(llm, [[1, 2]] * 3, SamplingParams(top_p=0.9, n=2))
+
+
+def test_rows_of_a_batch_have_their_own_penalties_biases_and_bans():
+    """Rows of different lengths, with logits of both signs below 1. Token 0 is in none of them."""
+    rows = [
+        ([1, 2], {"repetition_penalty": 2.0}),
+        ([3, 3, 4, 5], {"repetition_penalty": 0.5, "presence_penalty": 1.0}),
+        ([6, 7], {"logit_bias": {6: 1.5, 0: -2.0}}),
+        ([6, 7], {"min_tokens": 1}),
+        ([6, 7], {"min_tokens": 2}),
+        ([6, 7], {}),
+    ]
+    seqs = []
+    for token_ids, settings in rows:
+        seq = Sequence(0, token_ids[:1], SamplingParams(**settings))
+        seq.stop_token_ids = frozenset([2])
+        seq.token_ids += token_ids[1:]
+        seqs.append(seq)
+    logits = torch.tensor([[-0.4, -0.3, 0.2, 0.1, 0.5, -0.6, 0.7, 0.8]]).repeat(len(rows), 1)
+    expected = logits.clone()
+    expected[0, [1, 2]] = torch.tensor([-0.6, 0.1])
+    expected[1, [3, 4, 5]] = torch.tensor([0.2 - 1.0, 1.0 - 1.0, -0.3 - 1.0])
+    expected[2, [6, 0]] = torch.tensor([2.2, -2.4])
+    expected[4, 2] = -torch.inf
+    torch.testing.assert_close(apply_penalties(logits, seqs), expected)

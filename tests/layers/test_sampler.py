@@ -9,7 +9,7 @@ from conftest import generate_ids, make_sampling_batch, random_prompt
 
 from nanovllm import SamplingParams
 from nanovllm.layers.noise import gumbel_noise, make_noise_keys
-from nanovllm.layers.sampler import Sampler
+from nanovllm.layers.sampler import Sampler, find_best
 
 VOCAB_SIZE = 50
 
@@ -81,6 +81,8 @@ TIES = torch.tensor([0.0, 2.0, 0.0, 2.0, 0.0, 2.0, -1.0])
         (PLAIN, {"top_p": 0.79}, 2),  # the token that crosses top_p is kept
         (PLAIN, {"top_p": 0.81}, 3),
         (PLAIN, {"min_p": 0.55}, 2),
+        (PLAIN, {"top_k": 0, "min_p": 0.01}, 4),  # top_k=0 is off
+        (PLAIN, {"top_k": 1}, 1),
         # top_p=1 is off, although the float32 probability of the first token is 1.
         (torch.tensor([25.0, 0.0, 0.0]), {"min_p": 1e-30}, 3),
         # Equal logits stay or go together. Otherwise a choice could depend on the batch.
@@ -93,6 +95,17 @@ TIES = torch.tensor([0.0, 2.0, 0.0, 2.0, 0.0, 2.0, -1.0])
 )
 def test_filters_keep_so_many_tokens(logits, settings, num_kept):
     assert count_kept(logits, **settings) == num_kept
+
+
+def test_rows_of_a_batch_keep_their_own_number_of_tokens():
+    params = [SamplingParams(top_k=top_k) for top_k in (1, 2, 3)]
+    batch = make_sampling_batch(params, [0] * 3, [0] * 3, 4)
+    filtered = Sampler(4).filter(PLAIN.expand(3, -1), batch.filters)
+    assert filtered.isfinite().sum(-1).tolist() == [1, 2, 3]
+
+
+def test_a_row_with_nan_gives_minus_one():
+    assert find_best(torch.tensor([[1.0, torch.nan], [1.0, 2.0]])).tolist() == [-1, 1]
 
 
 def test_a_row_does_not_depend_on_its_batch():

@@ -56,6 +56,7 @@ def compute_mlp(tp):
 @pytest.mark.parametrize("size", [2, 3])
 def test_column_and_row_parallel_layers(size):
     (expected,) = run_ranks(1, compute_mlp)
+    assert expected.shape == (5, HIDDEN_SIZE)
     for output in run_ranks(size, compute_mlp):  # every rank has the sum
         torch.testing.assert_close(output, expected)
 
@@ -72,13 +73,14 @@ def test_embedding_and_logits(size, scheme):
             del layer.weight
             layer.weight = weight
         embedded = layer(token_ids)
-        return embedded, layer.logits(embedded)
+        return embedded, layer.logits(embedded), layer.logits(embedded[:1])
 
-    ((embedding, logits),) = run_ranks(1, compute)
+    ((embedding, logits, _),) = run_ranks(1, compute)
     results = run_ranks(size, compute)
-    for embedded, _ in results:
+    for embedded, _, _ in results:
         assert torch.equal(embedded, embedding)
     torch.testing.assert_close(results[0][1], logits)  # on rank 0 only
+    torch.testing.assert_close(results[0][2], logits[:1])
     assert logits.shape == (len(token_ids), VOCAB_SIZE)
 
 

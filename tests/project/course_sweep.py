@@ -1,67 +1,202 @@
-"""Takes the functions of one evening away, one at a time: does a test of the evening fail?
+"""Gives the functions of one evening other bodies, one at a time: does a test of the evening fail?
 
-    python tests/project/course_sweep.py 3
+    python tests/project/course_sweep.py 3        no body, the bodies of wrong_bodies.py, and some
+                                                  changes: of a comparison, a number, a statement
+    python tests/project/course_sweep.py 3 all    all changes, which takes up to an hour
 
-Each run is a fork of this process, so that no run leaves anything to another one, and torch and the
-tests are imported once. It prints the functions whose absence no test notices.
+It prints which test fails first, and the bodies that no test notices.
 """
 
+import ast
 import os
+import random
 import sys
+from collections.abc import Iterator
+from functools import partial
+from itertools import takewhile
 from pathlib import Path
-from pkgutil import resolve_name
-
-import pytest
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
+NUM_CHANGES = 6  # of an evening, unless all are asked for
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # CUDA does not survive a fork
 
-from evenings import EVENINGS
-
-
-class Watcher:
-    """Remembers whether the error of an empty function made a test fail."""
-
-    def __init__(self, message: str) -> None:
-        self.message = message
-        self.has_failed = False
-
-    def pytest_runtest_logreport(self, report) -> None:
-        if report.failed and self.message in report.longreprtext:
-            self.has_failed = True
+from bodies import Forks, run_forks, set_body
+from course import cut_function, empty, find_node, find_path
+from evenings import EVENINGS, Evening
+from wrong_bodies import HARMLESS, WRONG_BODIES
 
 
-def take_away(name: str, message: str) -> None:
-    """Let a function raise NotImplementedError, wherever it has been imported already."""
-    function = resolve_name(name)
-    function = getattr(function, "__func__", function)  # of a class method
-    namespace = {}
-    exec(f"def empty(*_, **__):\n    raise NotImplementedError({message!r})", namespace)
-    function.__code__ = namespace["empty"].__code__
+class Body(NamedTuple):
+    """Another body of a function."""
+
+    name: str  # of the function
+    label: str
+    source: str  # of the whole file
 
 
-def is_noticed(tests: tuple[str, ...], name: str) -> bool:
-    """Run the tests in a fork. Return whether one fails because of the empty function."""
-    process = os.fork()
-    if process == 0:
-        watcher = Watcher(f"{name} is empty")
-        take_away(name, watcher.message)
-        options = ["-x", "-p", "no:cacheprovider", "--no-header", "--no-summary"]
-        pytest.main([*tests, *options], plugins=[watcher])
-        os._exit(0 if watcher.has_failed else 1)
-    return os.waitpid(process, 0)[1] == 0
+def read(name: str) -> str:
+    return (ROOT / find_path(name)).read_text()
 
 
-def main(number: int) -> int:
+def shorten(name: str) -> str:
+    return name.partition(":")[2]
+
+
+def make_empty(evening: Evening) -> Iterator[Body]:
+    for name in evening.functions:
+        yield Body(name, f"{shorten(name)}: empty", empty(read(name), name, evening.number))
+
+
+def make_wrong(evening: Evening) -> Iterator[Body]:
+    for number, name, before, after in WRONG_BODIES:
+        if number == evening.number:
+            source = read(name)
+            function = "\n".join(cut_function(source, name))
+            assert function.count(before) == 1, (name, before)
+            changed = source.replace(function, function.replace(before, after))
+            shown = " ".join(f"{before} -> {after}".split())
+            yield Body(name, f"{shorten(name)}: {shown}", changed)
+
+
+OTHERS = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.And: ast.Or,
+    ast.Or: ast.And,
+}
+
+
+def change_node(node: ast.AST) -> Iterator[None]:
+    """Change a node in place, in each way. It is as before when the next way is asked for."""
+    match node:
+        case ast.Compare():
+            for index, operator in enumerate(node.ops):
+                node.ops[index] = OTHERS[type(operator)]()
+                yield
+                node.ops[index] = operator
+        case ast.BoolOp() | ast.BinOp() | ast.AugAssign() if type(node.op) in OTHERS:
+            operator = node.op
+            node.op = OTHERS[type(operator)]()
+            yield
+            node.op = operator
+        case ast.UnaryOp(op=ast.Not()):
+            operand = node.operand
+            node.operand = ast.UnaryOp(ast.Not(), operand)
+            yield
+            node.operand = operand
+        case ast.Constant() if isinstance(node.value, (bool, int)):
+            value = node.value
+            node.value = not value if isinstance(value, bool) else value + 1
+            yield
+            node.value = value
+        case ast.Name(id="min" | "max"):
+            name = node.id
+            node.id = "max" if name == "min" else "min"
+            yield
+            node.id = name
+    for field in ("body", "orelse"):
+        statements = getattr(node, field, None)
+        for index, statement in enumerate(statements if isinstance(statements, list) else ()):
+            if is_dropped(statement):
+                statements[index] = ast.Pass()
+                yield
+                statements[index] = statement
+
+
+def is_dropped(statement: ast.stmt) -> bool:
+    """Return whether a statement can be left out, without a name that is missing then."""
+    match statement:
+        case ast.Expr(value=ast.Constant()):  # a docstring
+            return False
+        case ast.Assign(targets=[target]):
+            return not isinstance(target, (ast.Name, ast.Tuple))
+    return isinstance(
+        statement,
+        (
+            ast.Expr,
+            ast.AugAssign,
+            ast.Delete,
+            ast.Break,
+            ast.Continue,
+            ast.If,
+            ast.For,
+            ast.While,
+            ast.Return,
+        ),
+    )
+
+
+def walk(node: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a body that are worth a change."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, (ast.Assert, ast.JoinedStr, ast.arguments, ast.Raise)):
+            yield from walk(child)
+
+
+def make_changes(evening: Evening) -> Iterator[Body]:
+    for name in evening.functions:
+        source = read(name)
+        tree = ast.parse(source)
+        node = find_node(tree, name)
+        before = ast.unparse(node).splitlines()
+        for inner in walk(node):
+            for _ in change_node(inner):
+                after = ast.unparse(node).splitlines()
+                label = f"{shorten(name)}: {describe(before, after)}"
+                yield Body(name, label, ast.unparse(tree))
+
+
+def describe(before: list[str], after: list[str]) -> str:
+    """Show the first line that differs, from a little before the difference on."""
+    old, new = next((old, new) for old, new in zip(before, after) if old != new)
+    num_equal = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(old, new))))
+    start = old.rfind(" ", 0, max(0, num_equal - 16)) + 1
+    return f"{old[start : num_equal + 26].strip()} -> {new[start : num_equal + 26].strip()}"
+
+
+def sweep(bodies: list[Body], forks: Forks) -> list[str]:
+    """Run the tests that call a function with each of its bodies. Return the unnoticed ones."""
+    callers = forks.find_callers(list(dict.fromkeys([body.name for body in bodies])))
+    unnoticed: list[str] = []
+    for name, label, source in bodies:
+        tests = callers[name]
+        # A loop that does not end is noticed, too.
+        time_limit = 20 + 3 * int(sum(tests.values()))
+        failed = forks.run(list(tests), partial(set_body, name, source), time_limit)
+        outcome = "no end" if failed is None else failed[0] if failed else "no test"
+        print(f"{label} | {outcome}", flush=True)
+        if failed == []:
+            unnoticed.append(label)
+    return unnoticed
+
+
+def main(number: str, amount: str = "") -> int:
     os.chdir(ROOT)
-    evening = EVENINGS[number - 1]
-    if pytest.main([*evening.tests, "--collect-only", "-qq"]) != pytest.ExitCode.OK:
-        return 1
-    unnoticed = [name for name in evening.functions if not is_noticed(evening.tests, name)]
-    print("\nunnoticed:", *unnoticed, sep="\n")
+    evening = EVENINGS[int(number) - 1]
+    harmless = {label for labels in HARMLESS.values() for label in labels}
+    changes = [change for change in make_changes(evening) if change.label not in harmless]
+    if amount == "all":
+        bodies = changes
+    else:
+        chosen = random.Random(evening.number).sample(changes, NUM_CHANGES)
+        bodies = [*make_empty(evening), *make_wrong(evening), *chosen]
+    unnoticed: list[str] = []
+    run_forks(evening.tests, lambda forks: unnoticed.extend(sweep(bodies, forks)))
+    print(f"\nunnoticed, {len(unnoticed)} of {len(bodies)}:", *unnoticed, sep="\n")
     return len(unnoticed)
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))
+    sys.exit(main(*sys.argv[1:]))

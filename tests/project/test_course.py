@@ -1,11 +1,13 @@
-"""The course is made from the code: its names exist, and each function has a test that needs it.
+"""The course is made from the code: its names exist, and its tests notice wrong bodies.
 
-With -m sweep, each function of each evening is taken away alone, see course_sweep.py.
+With -m sweep, the functions of each evening get other bodies, see course_sweep.py.
 """
 
+import os
 import re
 import shutil
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -158,6 +160,10 @@ TEST_OF_PAIR = """\
 from nanovllm import pair
 
 
+def test_add():
+    assert pair.add(4, 5) == 9
+
+
 def test_double():
     assert pair.double(4) == 8
 """
@@ -189,7 +195,8 @@ def project(tmp_path):
         functions=("nanovllm.pair:add", "nanovllm.pair:double"),
         tests=("tests/test_pair.py",),
     )
-    shutil.copy(ROOT / "tests/course.py", folder / "tests")
+    for name in ("course.py", "bodies.py"):
+        shutil.copy(ROOT / "tests" / name, folder / "tests")
     text = (ROOT / "tests/evenings.py").read_text()
     (folder / "tests/evenings.py").write_text(f"{text}\nEVENINGS = ({evening},)\n")
     git(folder, "init", "--quiet")
@@ -221,23 +228,46 @@ def test_an_evening_from_start_to_end(project, tmp_path, monkeypatch):
     status, printed = run(own, "check", "1")
     assert status == 1
     assert re.findall("still empty: (.*)", printed) == ["nanovllm.pair:add", "nanovllm.pair:double"]
-    assert "NotImplementedError: evening 1: double" in printed
+    assert "evening 1: double is empty" in printed
+    assert "0 of 2 tests of the evening pass" in printed
 
+    # `add` is that of the reference.
     path = own / "nanovllm/pair.py"
+    path.write_text(
+        path.read_text().replace('raise NotImplementedError("evening 1: double")', "return [][a]")
+    )
+    status, printed = run(own, "check", "1", "double")
+    assert status == 1
+    assert "your function that is nearest to the error" in printed
+    assert "0 of 1 tests that need double pass" in printed
+
     path.write_text(PAIR.replace("add(a, a)", "2 * a"))
+    assert "2 of 2 tests that need add pass" in run(own, "check", "1", "add")[1]
     status, printed = run(own, "check", "1")
     assert status == 0, printed
+    assert "2 of 2 tests of the evening pass" in printed
     assert "still empty" not in printed
     status, printed = run(own, "compare", "1")
     assert status == 0
     assert "identical: nanovllm.pair:add" in printed
     assert "-    return add(a, a)\n+    return 2 * a" in printed
     assert "nanovllm.pair:double" not in run(own, "compare", "1", "add")[1]
-    assert "2 * b is no function" in run(own, "compare", "1", "2 * b")[1]
+    for command in ("check", "compare"):
+        assert "2 * b is no function" in run(own, command, "1", "2 * b")[1]
 
     path.write_text("def add(a, b)\n")
     assert run(own, "check", "1") == (2, run(own, "compare", "1")[1])
     assert "nanovllm/pair.py, line 1: expected ':': correct it" in run(own, "check", "1")[1]
+
+
+def test_compare_ends_if_its_reader_stops(project):
+    git(project, "tag", "reference")
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    command = [sys.executable, "tests/course.py", "compare", "1"]
+    done = subprocess.run(command, cwd=project, stdout=write_end, stderr=subprocess.PIPE)
+    os.close(write_end)
+    assert done.stderr == b""
 
 
 def test_what_start_cannot_copy_is_named(project, tmp_path):
@@ -246,7 +276,7 @@ def test_what_start_cannot_copy_is_named(project, tmp_path):
         assert f"{inside} is within {project}: choose one" in run(project, "start", "1", inside)[1]
     assert "0 is no evening" in run(project, "start", "0", "../own")[1]
     assert "1-2 is no evening" in run(project, "start", "1-2", "../own")[1]
-    assert "has no reference: run compare in a copy" in run(project, "compare", "1")[1]
+    assert "has no reference: run this in a copy" in run(project, "compare", "1")[1]
     (project / "new.txt").touch()
     status, printed = run(project, "start", "1-1", "../own")
     assert status == 0
@@ -259,6 +289,6 @@ def test_what_start_cannot_copy_is_named(project, tmp_path):
 
 @pytest.mark.sweep
 @EACH_EVENING
-def test_each_function_is_needed_by_a_test(evening):
+def test_wrong_bodies_are_noticed(evening):
     done = start(Path(__file__).with_name("course_sweep.py"), str(evening.number))
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]

@@ -11,6 +11,7 @@ from browser import needs_browser, run_script
 from server_helpers import CLIENT, post, start, stream
 
 from nanovllm import DEMO_MODEL, SamplingParams
+from nanovllm.engine.scheduler import POLICIES
 from nanovllm.server import playground
 from nanovllm.server.playground import DEFAULTS
 
@@ -211,12 +212,14 @@ def test_foreign_pages_are_rejected(server, headers):
     assert post(server, HOLD, "/playground/pace", **headers).status_code == 403
 
 
-def test_only_the_scripts_of_the_page_may_run(server):
+def test_the_page_runs_only_its_scripts_and_shows_all_policies(server):
     """The page may be opened by a link of another page."""
     page = CLIENT.get(server, headers={"Sec-Fetch-Site": "cross-site"})
     assert page.status_code == 200
     nonce = re.search(r"'nonce-([^']+)'", page.headers["content-security-policy"])[1]
     assert page.text.count(f'<script nonce="{nonce}">') == 2
+    for name, policy in POLICIES.items():  # each can be chosen
+        assert f'<option value="{name}">{policy.title}</option>' in page.text
 
 
 # Delivers recorded messages in place of the server, all at once, and looks at the page.

@@ -12,7 +12,7 @@ from nanovllm.engine.warm_up import sample_each_kind
 from nanovllm.layers import attention
 from nanovllm.layers.tensor_parallel import TensorParallel
 from nanovllm.utils.helpers import cdiv
-from nanovllm.worker import memory
+from nanovllm.worker import cache_plan, memory
 from nanovllm.worker import worker as worker_module
 from nanovllm.worker.cache_plan import Budget, CacheUnits, find_budget, plan_cache
 from nanovllm.worker.memory import find_available_memory, show_bytes
@@ -118,6 +118,12 @@ def test_a_gpu_gives_what_the_largest_step_leaves(free, utilization, max_model_l
 def test_too_little_memory_is_an_error():
     with pytest.raises(ValueError, match="gpu_memory_utilization"):
         count_tokens_on_gpu(10_000_000, 0.9, 1000)
+
+
+def test_ranks_share_the_memory_of_a_cpu(monkeypatch):
+    monkeypatch.setattr(cache_plan, "find_available_memory", lambda: 8_000)
+    budgets = [find_budget(Config("", tensor_parallel_size=size), None) for size in (1, 2)]
+    assert [budget.num_bytes for budget in budgets] == [2_000, 1_000]
 
 
 @pytest.mark.parametrize("draft_len, num_logits", [(0, 7), (2, MAX_DRAFT_STEP)])
