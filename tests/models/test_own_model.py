@@ -16,7 +16,7 @@ from transformers import NanoChatConfig
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.models import architectures
-from nanovllm.models.architectures import ARCHITECTURES
+from nanovllm.models.architectures import ARCHITECTURES, read_spec
 
 NAME = "NanoChatForCausalLM"
 PAGE = (ROOT / "nanovllm/course/own_model.md").read_text()
@@ -69,6 +69,9 @@ def test_the_model_of_the_page_is_right(tmp_path, monkeypatch):
     monkeypatch.setitem(ARCHITECTURES, NAME, None)
     add_model()
     check_model(tmp_path)
+    config = NanoChatConfig(architectures=[NAME], hidden_act="gelu")
+    with pytest.raises(ValueError, match="hidden_act"):
+        read_spec(config, torch.float32, 1)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +83,7 @@ def test_the_model_of_the_page_is_right(tmp_path, monkeypatch):
         ),
         ("causal_lm.lm_head, self.softcap)", "causal_lm.lm_head, 15.0)"),
         ("apply_rotary(heads, cos, -sin)", "apply_rotary(heads, cos, sin)"),
-        ("self.norm(super().embed(token_ids))", "super().embed(token_ids)"),
+        ("self.norm(super().embed(batch))", "super().embed(batch)"),
         ("F.relu(self.fc1(x)).square()", "F.relu(self.fc1(x))"),
     ],
     ids=["no softcap", "another softcap", "the other rotation", "no norm", "no square"],

@@ -103,18 +103,6 @@ def test_readme_code_runs(capsys):
     assert capsys.readouterr().out.strip() == structured.split("# ")[1].strip()
 
 
-def test_a_model_of_ones_own_is_added(tmp_path, monkeypatch):
-    """The code of the course's last page is a model file, a row, and a test."""
-    monkeypatch.setitem(ARCHITECTURES, "NanoChatForCausalLM", None)
-    text = (PACKAGE / "course/own_model.md").read_text()
-    names = {**vars(architectures), "directory": tmp_path}
-    for code in find_code("py", text):
-        exec(code, names)
-    config = NanoChatConfig(architectures=["NanoChatForCausalLM"], hidden_act="gelu")
-    with pytest.raises(ValueError, match="hidden_act"):
-        read_spec(config, torch.float32, 1)
-
-
 def test_readmes_quote_the_package():
     (step,) = find_code("py")
     assert textwrap.indent(step, " " * 12) in inspect.getsource(LLMEngine.step)
