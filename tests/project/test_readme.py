@@ -9,14 +9,10 @@ import sys
 import textwrap
 
 import pytest
-import torch
 from project_helpers import ROOT, reject, start
-from transformers import NanoChatConfig
 
 import example
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.models import architectures
-from nanovllm.models.architectures import ARCHITECTURES, read_spec
 from nanovllm.utils import helpers
 
 PACKAGE = ROOT / "nanovllm"
