@@ -175,7 +175,8 @@ def run_decodes(llm: LLM, num_seqs: int, measure: Measure) -> None:
     for _ in range(3):
         llm.step()
     context_len = WORKLOAD.context_len + number // 2
-    numbers = SIZES.matrices + SIZES.head + count_decode(SIZES, [context_len] * num_seqs).elements
+    _, elements = count_decode(SIZES, [context_len] * num_seqs)
+    numbers = SIZES.matrices + SIZES.head + elements
     floor_ms = 1e3 * 2 * numbers / PEAK.bytes_per_second  # of 2 bytes each
     measure(f"decode {num_seqs} x {WORKLOAD.context_len}", llm.step, number, floor_ms)
     if num_seqs == max(WORKLOAD.num_seqs):
