@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any
@@ -36,6 +36,7 @@ class Stream:
 
     def __init__(self, prompts: list[PreparedPrompt]) -> None:
         self.prompts = prompts
+        self.request_ids: list[int] = []  # one per choice, written by the engine thread
         self.newest: Outputs = {}
         self.error: str | None = None
         self.has_news = asyncio.Event()
@@ -128,6 +129,9 @@ class EngineThread(threading.Thread):
         with self._condition:
             self.raise_if_stopped()
             self._queue(command)
+        while not future.done():
+            wait([future], timeout=0.1)
+            self.raise_if_stopped()  # the thread can end without running the command
         return future.result()
 
     def _queue(self, command: Callable[[], None]) -> None:
@@ -188,19 +192,19 @@ class EngineThread(threading.Thread):
 
     def add(self, stream: Stream) -> None:
         """Queue the requests of a stream."""
-        index = 0
         for prompt in stream.prompts:
             if len(prompt.token_ids) >= self.llm.max_model_len:  # checked for the engine before
                 self._put({stream: {}}, "the engine was replaced by a smaller one: send it again")
                 return
             first_id = self.llm.add_prepared(prompt)
             for request_id in range(first_id, first_id + prompt.params.n):
-                self._choices[request_id] = (stream, index)
-                index += 1
+                self._choices[request_id] = (stream, len(stream.request_ids))
+                stream.request_ids.append(request_id)
 
     def _abort(self, stream: Stream) -> None:
-        for request_id, (owner, _) in list(self._choices.items()):
-            if owner is stream:
+        for request_id in stream.request_ids:
+            choice = self._choices.get(request_id)
+            if choice is not None and choice[0] is stream:
                 del self._choices[request_id]
                 self.llm.abort(request_id)
 
