@@ -201,7 +201,7 @@ class Scheduler:
             feature.advanced(step)
 
     def postprocess(self, step: Step, sampled: list[list[int]]) -> None:
-        """Replace pending tokens by sampled ones, and finish sequences.
+        """Replace pending tokens, and accepted drafts before them, by sampled ones. Finish sequences.
 
         `sampled` has the valid new tokens of each sequence, none for a partially prefilled one.
         Token -1 stands for logits that are NaN. It is not appended, and ends the sequence.
