@@ -201,8 +201,9 @@ class Scheduler:
             feature.advanced(step)
 
     def postprocess(self, step: Step, sampled: list[list[int]]) -> None:
-        """Replace pending tokens, and accepted drafts before them, by sampled ones. Finish sequences.
+        """Replace pending tokens by sampled ones, and finish sequences.
 
+        Accepted draft tokens, which come before a pending one, are replaced by the same tokens.
         `sampled` has the valid new tokens of each sequence, none for a partially prefilled one.
         Token -1 stands for logits that are NaN. It is not appended, and ends the sequence.
         """
