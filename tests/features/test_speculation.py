@@ -132,6 +132,15 @@ def test_a_draft_has_the_tokens_that_fit_into_the_blocks():
     assert run_step(scheduler) == {0: 2}
 
 
+def test_only_blocks_of_drafts_are_released():
+    limits = {"max_num_seqs": 1, "max_num_batched_tokens": 5}
+    scheduler = make_scheduler(draft_sevens(), BlockManager(3, 4), **limits)
+    seq = Sequence(0, list(range(12)), SamplingParams())
+    scheduler.add(seq)
+    assert run_step(scheduler) == {0: 5}
+    assert len(seq.block_table) == 3
+
+
 def test_nan_logits_end_a_sequence_after_its_valid_tokens():
     manager = BlockManager(9, 4)
     scheduler = make_scheduler(draft_sevens(), manager, max_num_seqs=1, max_num_batched_tokens=16)

@@ -133,6 +133,8 @@ WRONG_BODIES = (
         "seq.token_ids.pop()\n                draft.pop()",
         "del seq.token_ids[-len(draft) :]\n                draft.clear()",
     ),
+    # A partial prompt loses the blocks of its rest.
+    WrongBody(6, f"{DRAFTS}.drafts:Drafts.advanced", "in self.drafts:", "in step.seqs:"),
     # A group whose weights all have one sign has no code for 0.
     WrongBody(7, f"{WEIGHT}.quantize", ".clamp_(max=0.0)", ""),
     WrongBody(7, f"{WEIGHT}.quantize", ".clamp_(min=0.0)", ""),
