@@ -6,7 +6,6 @@ import shutil
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-import pytest
 from conftest import generate_ids, greedy, random_prompt
 from project_helpers import start
 
