@@ -85,7 +85,7 @@ def test_stop_strings_need_a_tokenizer(make_llm):
     llm = make_llm()
     with pytest.raises(ValueError, match="stop_token_ids"):
         llm.generate([1], SamplingParams(stop="x"))
-    (output,) = llm.generate([1], SamplingParams(stop=[]), use_tqdm=False)
+    (output,) = llm.generate([1], SamplingParams(stop=[]))
     assert output["text"] == ""
 
 

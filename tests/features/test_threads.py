@@ -119,7 +119,7 @@ def test_a_call_does_not_wait_for_the_lock_of_tqdm(expected, make_llm):
     """Ctrl-C within tqdm can leave its lock held."""
     llm = make_llm()
     with ThreadPoolExecutor(1) as pool, tqdm.get_lock():
-        outputs = pool.submit(llm.generate, PROMPTS, GREEDY).result(60)
+        outputs = pool.submit(llm.generate, PROMPTS, GREEDY, use_tqdm=True).result(60)
     assert [output["token_ids"] for output in outputs] == expected
 
 
@@ -211,7 +211,7 @@ def test_exit_waits_for_the_step_of_another_thread(make_llm):
             time.sleep(0.05)
 
     with within_steps(exit_soon), pytest.raises(RuntimeError, match="exit"):
-        llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=200), use_tqdm=False)
+        llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=200))
     thread.join(30)
     check_is_empty(llm)
 

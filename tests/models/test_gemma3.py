@@ -11,10 +11,10 @@ from conftest import (
     check_invariants,
     cover_pairs,
     edit_weights,
-    find_feature,
     generate_ids,
     greedy,
     make_checkpoint,
+    make_drafts_free,
     random_prompt,
 )
 from families import GEMMA3, make_family
@@ -22,8 +22,6 @@ from transformers import Gemma3Config
 
 from nanovllm import LLM
 from nanovllm.checkpoints.checkpoint import read_config
-from nanovllm.features.speculation.costs import StepCosts
-from nanovllm.features.speculation.drafts import Drafts
 from nanovllm.layers import attention
 from nanovllm.models.architectures import read_spec
 
@@ -84,7 +82,7 @@ def test_grid(gemma, budget, num_blocks, num_drafts, is_chunked, is_caching, wit
         tensor_parallel_size=size,
     ) as llm:
         if num_drafts > 0:
-            find_feature(llm, Drafts).costs = StepCosts(per_token=0.0)
+            make_drafts_free(llm)
         for _ in range(2):
             assert generate_ids(llm, prompts, params) == expected
             check_invariants(llm)

@@ -174,7 +174,7 @@ def test_enable_kernels(tiny, monkeypatch):
         called.clear()
         with LLM(tiny[0], num_kvcache_blocks=64, enable_kernels=False, **options) as llm:
             outputs = generate_ids(llm, prompts, greedy(8))
-            llm.generate(prompts, SamplingParams(max_tokens=2, top_p=0.9), use_tqdm=False)
+            llm.generate(prompts, SamplingParams(max_tokens=2, top_p=0.9))
         assert called == set(parts), options
         if "dtype" not in options:
             assert outputs == [tiny[1](prompt, 8) for prompt in prompts]

@@ -27,10 +27,9 @@ MESSAGES = {"messages": [{"role": "user", "content": "1 + 1"}]}
 
 
 @pytest.fixture(scope="module")
-def llm():
-    with LLM(DEMO_MODEL, dtype="float32", num_kvcache_blocks=64) as llm:
-        llm.tokenizer.chat_template = TEMPLATE
-        yield llm
+def llm(llm):
+    llm.tokenizer.chat_template = TEMPLATE
+    return llm
 
 
 def parse(llm, parses_reasoning=False, is_chat=True, **body):
