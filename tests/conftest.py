@@ -50,6 +50,19 @@ from nanovllm.utils.helpers import cdiv
 
 Kind = TypeVar("Kind", bound=Feature)
 VOCAB_SIZE = 97
+# The batch of batch.py's picture, but for the slots of its states.
+DRAWN_BATCH = dict(
+    positions=[0, 1, 2, 7, 4, 5],
+    slot_mapping=[20, 21, 22, 27, 36, 37],
+    cu_seqlens_q=[0, 3, 4, 6],
+    context_lens=[3, 8, 6],
+    logits_indices=[2, 3, 5],
+    window_slots=[],
+    window_tables=[[], [], []],
+    long_queries=[0, 2],
+    max_seqlen_q=3,
+    max_seqlen_k=8,
+)
 DEFAULTS = Config.__init__.__kwdefaults__
 LLM.generate.__defaults__ = (None, False)  # sampling_params, and no progress bar
 
@@ -189,6 +202,12 @@ def llm():
     """The demo model with sequences of up to 1,024 tokens, or what a module puts in its place."""
     with LLM(DEMO_MODEL, dtype="float32", num_kvcache_blocks=64) as llm:
         yield llm
+
+
+@pytest.fixture(scope="module")
+def demo():
+    """The demo model with sequences of up to 2,048 tokens."""
+    return LLM(DEMO_MODEL, dtype="float32", num_kvcache_blocks=512)
 
 
 @pytest.fixture

@@ -10,16 +10,11 @@ import torch
 from conftest import VOCAB_SIZE, generate_ids, greedy
 from tokenizers.processors import TemplateProcessing
 
-from nanovllm import DEMO_MODEL, LLM
+from nanovllm import LLM
 
 GREEDY = greedy(6)
 TEXT = "What is 1 + 2?"
 HALF_EMOJI = "\ud83d"  # a lone surrogate, which UTF-8 cannot encode
-
-
-@pytest.fixture(scope="module")
-def demo():
-    return LLM(DEMO_MODEL, dtype="float32", num_kvcache_blocks=512)
 
 
 @pytest.fixture(scope="module")

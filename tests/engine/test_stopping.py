@@ -5,13 +5,8 @@ from types import SimpleNamespace
 import pytest
 from conftest import generate_ids, greedy, random_prompt
 
-from nanovllm import DEMO_MODEL, LLM, SamplingParams
+from nanovllm import SamplingParams
 from nanovllm.engine.model_runner import ModelRunner
-
-
-@pytest.fixture(scope="module")
-def demo():
-    return LLM(DEMO_MODEL, dtype="float32", num_kvcache_blocks=512)
 
 
 @pytest.fixture
