@@ -260,6 +260,12 @@ def test_roofline_counts_recurrent_states():
     assert least == pytest.approx(4.512 + 7.328)
 
 
+def test_a_shape_with_windows_is_that_of_the_released_model():
+    sizes = roofline.find_sizes(read_spec(SHAPES["gemma-3-270m"], BFLOAT16, 1))
+    assert round((sizes.matrices + sizes.head) / 1e6) == 268
+    assert {shape.window for shape in sizes.attention} == {None, 512}
+
+
 def test_roofline_counts_the_experts_of_a_token():
     """In each of 3 layers a token uses attention, the router, and 2 of 6 experts."""
     config = Qwen3MoeConfig(
