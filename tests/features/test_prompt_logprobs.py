@@ -75,7 +75,7 @@ def test_a_preempted_sequence_keeps_its_scores(make_llm, check):
 
 def test_a_step_computes_no_more_rows_of_logits_at_once_than_the_profile_run(make_llm, monkeypatch):
     llm = make_llm(max_num_seqs=4)
-    model = llm.model_runner.executor.worker.model
+    model = llm.executor.worker.model
     compute_logits = model.compute_logits
     sizes = []
 

@@ -3,8 +3,6 @@
 import gc
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +12,7 @@ from unittest.mock import patch
 import pytest
 from conftest import check_invariants, generate_ids
 from front_helpers import GREEDY, PROMPTS, finish
+from project_helpers import start
 from tqdm import tqdm
 
 from nanovllm import SamplingParams
@@ -241,7 +240,6 @@ print(len(generate()[0]["token_ids"]))
 
 def test_a_forked_process_can_neither_use_nor_make_an_engine(tiny):
     """OpenMP's threads are missing there. The parent's engine goes on."""
-    command = [sys.executable, "-c", FORK, tiny[0]]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
+    done = start("-c", FORK, tiny[0], check=True, timeout=100)
     assert done.stdout.count("rejected: this process was forked") == 5
     assert done.stdout.endswith("64\n")
