@@ -38,7 +38,10 @@ from nanovllm.engine.feature import Feature
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
+from nanovllm.features.speculation.costs import StepCosts
+from nanovllm.features.speculation.drafts import Drafts
 from nanovllm.features.windows import Windows
+from nanovllm.kernels.cpu.fused_layers import FusedLayers
 from nanovllm.layers import sampler
 from nanovllm.layers.attention import AttentionShape
 from nanovllm.layers.backends import BACKENDS
@@ -47,7 +50,21 @@ from nanovllm.utils.helpers import cdiv
 
 Kind = TypeVar("Kind", bound=Feature)
 VOCAB_SIZE = 97
+# The batch of batch.py's picture, but for the slots of its states.
+DRAWN_BATCH = dict(
+    positions=[0, 1, 2, 7, 4, 5],
+    slot_mapping=[20, 21, 22, 27, 36, 37],
+    cu_seqlens_q=[0, 3, 4, 6],
+    context_lens=[3, 8, 6],
+    logits_indices=[2, 3, 5],
+    window_slots=[],
+    window_tables=[[], [], []],
+    long_queries=[0, 2],
+    max_seqlen_q=3,
+    max_seqlen_k=8,
+)
 DEFAULTS = Config.__init__.__kwdefaults__
+LLM.generate.__defaults__ = (None, False)  # sampling_params, and no progress bar
 
 if ON_GPU:
     # A test without the marker `gpu` runs on the CPU, as do the processes that it starts.
@@ -157,6 +174,11 @@ class Oracle:
             self.known[tuple(prompt)] = known
         return known[:num_tokens]
 
+    @torch.inference_mode()
+    def find_logprobs(self, prompt: list[int]) -> torch.Tensor:
+        """Log probabilities [len(prompt) - 1, vocab_size] of the tokens of a prompt."""
+        return self.model(torch.tensor([prompt])).logits[0, :-1].float().log_softmax(-1)
+
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
@@ -175,13 +197,40 @@ def make_llm(tiny):
     return make
 
 
+@pytest.fixture(scope="module")
+def llm():
+    """The demo model with sequences of up to 1,024 tokens, or what a module puts in its place."""
+    with LLM(DEMO_MODEL, dtype="float32", num_kvcache_blocks=64) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def demo():
+    """The demo model with sequences of up to 2,048 tokens."""
+    return LLM(DEMO_MODEL, dtype="float32", num_kvcache_blocks=512)
+
+
+@pytest.fixture
+def layer_calls(monkeypatch):
+    """How many layers each call of the C++ kernels computes."""
+    calls = []
+    compute = FusedLayers._compute
+
+    def record(layers, first, kv_caches, *args, **options):
+        calls.append(len(kv_caches))
+        compute(layers, first, kv_caches, *args, **options)
+
+    monkeypatch.setattr(FusedLayers, "_compute", record)
+    return calls
+
+
 def greedy(num_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=num_tokens)
 
 
 def generate_ids(llm: LLM, prompts, params=None) -> list[list[int]]:
-    """Generate without a progress bar, and return the token ids of each completion."""
-    return [output["token_ids"] for output in llm.generate(prompts, params, use_tqdm=False)]
+    """Generate, and return the token ids of each completion."""
+    return [output["token_ids"] for output in llm.generate(prompts, params)]
 
 
 def random_prompt(seed: int, length: int) -> list[int]:
@@ -264,6 +313,13 @@ def attach(scheduler: Scheduler, *features: Feature) -> None:
     for feature in features:
         feature.scheduler = scheduler
         feature.reset()
+
+
+def make_drafts_free(llm: LLM) -> Drafts:
+    """Let an engine draft as if draft tokens cost nothing. Return the feature."""
+    drafts = find_feature(llm, Drafts)
+    drafts.costs = StepCosts(per_token=0.0)
+    return drafts
 
 
 def disturb_logits(llm: LLM, is_bad: Callable[[Sequence], bool]) -> None:

@@ -47,6 +47,7 @@ SMALL_SHAPE = {
     "head_dim": 4,
 }
 QWEN3 = Qwen3Config(**SMALL_SHAPE, architectures=["Qwen3ForCausalLM"])
+REQUESTS = [Request([1, 2, 3, 4], 3), Request([1, 2], 2)]
 CPU = torch.device("cpu")
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -199,8 +200,7 @@ def test_roofline_counts_necessary_flops_and_bytes(shared_prefix, dtype, peak, s
     The prefill reads 1808 numbers.
     """
     spec = read_spec(QWEN3, dtype, 1)
-    requests = [Request([1, 2, 3, 4], 3), Request([1, 2], 2)]
-    least = roofline.compute_roofline_seconds(spec, requests, shared_prefix, 0, peak)
+    least = roofline.compute_roofline_seconds(spec, REQUESTS, shared_prefix, 0, peak)
     assert least == pytest.approx(seconds)
 
 
@@ -219,8 +219,7 @@ def test_roofline_counts_only_the_window_of_a_layer(shared_prefix, peak, seconds
     tokens. The last decode reads 3 tokens.
     """
     spec = replace(read_spec(QWEN3, BFLOAT16, 1), windows=(None, 3, None))
-    requests = [Request([1, 2, 3, 4], 3), Request([1, 2], 2)]
-    least = roofline.compute_roofline_seconds(spec, requests, shared_prefix, 0, peak)
+    least = roofline.compute_roofline_seconds(spec, REQUESTS, shared_prefix, 0, peak)
     assert least == pytest.approx(seconds)
 
 
@@ -230,8 +229,7 @@ def test_roofline_does_not_compute_a_cached_prefix():
     Prefill: 2 * 1728 * 2 + 2 * 80 * 2 + 96 * (8 - 2) = 7,808 FLOPs, and 3,616 bytes.
     """
     spec = read_spec(QWEN3, BFLOAT16, 1)
-    requests = [Request([1, 2, 3, 4], 3), Request([1, 2], 2)]
-    count = partial(roofline.compute_roofline_seconds, spec, requests, 2, 2)
+    count = partial(roofline.compute_roofline_seconds, spec, REQUESTS, 2, 2)
     assert count(SLOW_PROCESSOR) == pytest.approx(7.808 + 8.0 + 4.192)
     assert count(roofline.ONE_BYTE_PER_SECOND) == 3616 + 2 * (1808 + 24 * 8) + 2 * (1808 + 24 * 6)
 
@@ -248,15 +246,9 @@ def test_roofline_counts_recurrent_states():
     Decode: 2 bytes * (2256 + 8 * 8) + 2 * 168 * 2 sequences * 4 bytes = 7328.
     """
     config = Qwen3_5TextConfig(
+        **SMALL_SHAPE,
         architectures=["Qwen3_5ForCausalLM"],
-        vocab_size=10,
-        num_hidden_layers=3,
         layer_types=["linear_attention", "full_attention", "linear_attention"],
-        hidden_size=8,
-        intermediate_size=16,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=4,
         linear_num_key_heads=2,
         linear_num_value_heads=2,
         linear_key_head_dim=2,

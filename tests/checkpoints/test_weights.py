@@ -150,7 +150,7 @@ def test_only_tensors_of_the_index_are_read(shards, tmp_path):
     for path in shards:
         save_file({"a": ones(2).half(), **stale, **load_file(path)}, path)
     llm = load(tmp_path)
-    assert llm.model_runner.executor.worker.spec.dtype == torch.float32
+    assert llm.executor.worker.spec.dtype == torch.float32
     assert generate_ids(llm, [[5, 6, 7]], greedy(8)) == expected
 
 

@@ -4,6 +4,7 @@ The examples show block tables as lists of physical blocks. A block holds two to
 hands out blocks 0, 1, 2, ... in this order.
 """
 
+from conftest import check_blocks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -190,10 +191,8 @@ def check(manager, seqs):
     free = list(manager.free_block_ids)
     assert sorted([*set(held), *free]) == list(range(manager.num_blocks))
     for block in manager.blocks:
-        assert block.ref_count == held.count(block.block_id)
         assert block.is_cached or block.token_ids == []
-    listed = [(block.hash, block.block_id) for block in manager.blocks if block.hash != -1]
-    assert sorted(manager.hash_to_block_id.items()) == sorted(listed)
+    check_blocks(manager, held)
 
 
 TOKENS = st.integers(0, 1)

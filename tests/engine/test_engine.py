@@ -23,7 +23,7 @@ def test_prefix_hits_are_reported(make_llm):
     llm = make_llm()
     shared = random_prompt(0, 12)
     prompts = [shared + random_prompt(i, 3) for i in range(1, 4)]
-    outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    outputs = llm.generate(prompts, GREEDY)
     assert [output["num_cached_tokens"] for output in outputs] == [0, 12, 12]
     assert llm.stats["num_cached_tokens"] == 24
     assert llm.stats["num_prefill_tokens"] == 15 + 3 + 3
@@ -32,7 +32,7 @@ def test_prefix_hits_are_reported(make_llm):
 
 def test_step_reports_what_requests_gained_during_other_calls(llm):
     mine = llm.add_request(random_prompt(0, 5), GREEDY)
-    (other,) = llm.generate(random_prompt(1, 5), greedy(9), use_tqdm=False)
+    (other,) = llm.generate(random_prompt(1, 5), greedy(9))
     assert other["request_id"] == mine + 1
     assert not llm.is_finished()
     (output,) = llm.step()
@@ -67,7 +67,7 @@ def test_a_stream_goes_on_after_other_calls(llm):
     for output in llm.stream([random_prompt(i, 5) for i in range(3)], GREEDY):
         if not last:
             llm.abort(output["request_id"] + 1)
-            llm.generate(random_prompt(9, 4), greedy(2), use_tqdm=False)
+            llm.generate(random_prompt(9, 4), greedy(2))
         last[output["request_id"]] = output
     assert [o["finish_reason"] for o in last.values()] == ["length", "abort", "length"]
     assert llm.is_finished()
@@ -135,7 +135,9 @@ def test_the_progress_bar_counts_requests_in_the_order_in_which_they_finish(
     monkeypatch.setitem(POLICIES, "mixed", policy)
     nums = [8, 2, 4, 2]
     prompts = [random_prompt(num, num) for num in nums]
-    outputs = make_llm(max_num_seqs=max_num_seqs).generate(prompts, [*map(greedy, nums)])
+    outputs = make_llm(max_num_seqs=max_num_seqs).generate(
+        prompts, [*map(greedy, nums)], use_tqdm=True
+    )
     assert [len(output["token_ids"]) for output in outputs] == nums
     assert finished == sorted(nums)
 

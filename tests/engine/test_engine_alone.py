@@ -4,8 +4,8 @@ It serves what it accepts as LLM does, and rejects all else by name.
 """
 
 import pytest
-from conftest import greedy, make_checkpoint, random_prompt
-from transformers import Qwen3_5TextConfig
+from conftest import greedy, random_prompt
+from families import make_family
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
@@ -65,14 +65,8 @@ def test_options_and_parameters_that_it_lacks_are_rejected(tiny):
 
 
 def test_models_with_recurrent_states_are_rejected(tmp_path):
-    make_checkpoint(
-        tmp_path,
-        family=Qwen3_5TextConfig,
-        layer_types=["linear_attention", "full_attention"],
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-    )
+    make_family(tmp_path, "qwen3.5")
     with pytest.raises(ValueError, match=f"recurrent states {NEEDS_LLM}"):
         LLMEngine(Config(str(tmp_path), **POOL))
     with LLM(str(tmp_path), **POOL) as llm:
-        assert llm.generate([1, 2], greedy(2), use_tqdm=False)
+        assert llm.generate([1, 2], greedy(2))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import (
+    DRAWN_BATCH,
     check_invariants,
     cover_pairs,
     find_obstacle,
@@ -83,20 +84,11 @@ def test_a_batch_looks_as_drawn_in_batch_py():
         step.add(seq, num_tokens, num_logits=1)
     batch = ModelRunner.prepare_batch(runner, step)
     expected = dict(
+        DRAWN_BATCH,
         input_ids=[10, 11, 12, 17, 14, 15],
-        positions=[0, 1, 2, 7, 4, 5],
-        slot_mapping=[20, 21, 22, 27, 36, 37],
-        cu_seqlens_q=[0, 3, 4, 6],
-        context_lens=[3, 8, 6],
         block_tables=[[5, 0], [2, 6], [1, 9]],
-        logits_indices=[2, 3, 5],
         read_slots=[2, 3, 4],
         write_slots=[2, 3, 4],
-        window_slots=[],
-        window_tables=[[], [], []],
-        long_queries=[0, 2],
-        max_seqlen_q=3,
-        max_seqlen_k=8,
     )
     for name, value in vars(batch).items():
         assert np.asarray(value).tolist() == expected[name], name

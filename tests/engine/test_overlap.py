@@ -166,7 +166,7 @@ def test_everything_is_reported_one_step_later(llm, jobs):
 def test_generated_tokens_are_cached_once_they_are_known(llm, overlaps):
     run = Run(llm, overlaps, [(PROMPT[:6], replace(greedy(10), ignore_eos=True))])
     longer = PROMPT[:6] + run.outputs[0]["token_ids"]
-    (output,) = llm.generate([longer], greedy(1), use_tqdm=False)
+    (output,) = llm.generate([longer], greedy(1))
     assert output["num_cached_tokens"] == 12  # three blocks; the last token was not computed
 
 
@@ -221,7 +221,7 @@ def test_an_abort_within_a_step_is_counted_once(make):
         return forward(step)
 
     with patch.object(llm.model_runner, "forward", abort_first):
-        outputs = llm.generate([PROMPT, PROMPT], greedy(9), use_tqdm=False)
+        outputs = llm.generate([PROMPT, PROMPT], greedy(9))
     assert [output["finish_reason"] for output in outputs] == ["abort", "length"]
 
 

@@ -10,16 +10,11 @@ import torch
 from conftest import VOCAB_SIZE, generate_ids, greedy
 from tokenizers.processors import TemplateProcessing
 
-from nanovllm import DEMO_MODEL, LLM
+from nanovllm import LLM
 
 GREEDY = greedy(6)
 TEXT = "What is 1 + 2?"
 HALF_EMOJI = "\ud83d"  # a lone surrogate, which UTF-8 cannot encode
-
-
-@pytest.fixture(scope="module")
-def demo():
-    return LLM(DEMO_MODEL, dtype="float32", num_kvcache_blocks=512)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +40,7 @@ def test_a_prompt_is_a_text_or_token_ids(demo):
     (expected,) = generate_ids(demo, ids, GREEDY)
     for prompt in (TEXT, tuple(ids), [np.uint16(token_id) for token_id in ids]):
         assert generate_ids(demo, prompt, GREEDY) == [expected]
-    outputs = demo.generate([TEXT, ids], [greedy(1), GREEDY], use_tqdm=False)
+    outputs = demo.generate([TEXT, ids], [greedy(1), GREEDY])
     assert [output["prompt_token_ids"] for output in outputs] == [ids] * 2
     assert [output["token_ids"] for output in outputs] == [expected[:1], expected]
     assert demo.generate([]) == []
@@ -279,7 +274,7 @@ def test_bos_comes_once(demo, monkeypatch):
     add_bos = TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, bos_id)])
     monkeypatch.setattr(demo.tokenizer.backend_tokenizer, "post_processor", add_bos)
     monkeypatch.setattr(demo.tokenizer, "chat_template", bos + "{{ messages[0].content }}")
-    (text,) = demo.generate(TEXT, GREEDY, use_tqdm=False)
+    (text,) = demo.generate(TEXT, GREEDY)
     (chat,) = demo.chat(ask(TEXT), GREEDY, use_tqdm=False)
     assert text["prompt_token_ids"] == expected
     assert chat["prompt_token_ids"] == expected

@@ -13,7 +13,7 @@ def test_samples_share_the_prompt(make_llm, chunked):
     prompts = [random_prompt(0, 13), random_prompt(1, 9)]
     params = SamplingParams(n=3, seed=5, max_tokens=8)
     llm = make_llm(enable_chunked_prefill=chunked)
-    outputs = llm.generate(prompts, params, use_tqdm=False)
+    outputs = llm.generate(prompts, params)
     assert [output["sample_index"] for output in outputs] == [0, 1, 2] * 2
     assert [output["num_cached_tokens"] for output in outputs] == [0, 12, 12, 0, 8, 8]
     assert llm.stats["num_prefill_tokens"] == 13 + 9 + 4
@@ -32,7 +32,7 @@ def test_every_sample_has_its_own_noise(make_llm):
 
 def test_a_prompt_in_chunks_is_computed_once_for_all_samples(make_llm):
     llm = make_llm(max_num_batched_tokens=8)
-    outputs = llm.generate(random_prompt(0, 33), SamplingParams(n=4, max_tokens=2), use_tqdm=False)
+    outputs = llm.generate(random_prompt(0, 33), SamplingParams(n=4, max_tokens=2))
     assert [output["num_cached_tokens"] for output in outputs] == [0, 32, 32, 32]
 
 

@@ -5,13 +5,8 @@ from types import SimpleNamespace
 import pytest
 from conftest import generate_ids, greedy, random_prompt
 
-from nanovllm import DEMO_MODEL, LLM, SamplingParams
+from nanovllm import SamplingParams
 from nanovllm.engine.model_runner import ModelRunner
-
-
-@pytest.fixture(scope="module")
-def demo():
-    return LLM(DEMO_MODEL, dtype="float32", num_kvcache_blocks=512)
 
 
 @pytest.fixture
@@ -85,7 +80,7 @@ def test_stop_strings_need_a_tokenizer(make_llm):
     llm = make_llm()
     with pytest.raises(ValueError, match="stop_token_ids"):
         llm.generate([1], SamplingParams(stop="x"))
-    (output,) = llm.generate([1], SamplingParams(stop=[]), use_tqdm=False)
+    (output,) = llm.generate([1], SamplingParams(stop=[]))
     assert output["text"] == ""
 
 

@@ -204,7 +204,7 @@ class Calls:
     def _generate(self, jobs: list[int]) -> list[Any]:
         arguments = [self.case.jobs[job] for job in jobs]
         prompts = [prompt for prompt, _ in arguments]
-        return self.llm.generate(prompts, [params for _, params in arguments], use_tqdm=False)
+        return self.llm.generate(prompts, [params for _, params in arguments])
 
     def _finish(self, outputs: Any, jobs: list[int]) -> None:
         """Check the outputs of several jobs, or let the jobs of an interrupted call wait."""

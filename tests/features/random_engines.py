@@ -11,24 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from conftest import check_invariants, copy_tokenizer, find_obstacle, make_checkpoint
-from families import GRANITE, HYBRID_EXPERTS, NEXT_MIXED, OLMO3, PHI4_MINI, SMOLLM3
-from transformers import (
-    Gemma3TextConfig,
-    GraniteConfig,
-    LlamaConfig,
-    MistralConfig,
-    Olmo3Config,
-    OPTConfig,
-    Phi3Config,
-    Qwen2Config,
-    Qwen3_5MoeTextConfig,
-    Qwen3_5TextConfig,
-    Qwen3Config,
-    Qwen3MoeConfig,
-    Qwen3NextConfig,
-    SmolLM3Config,
-)
+from conftest import check_invariants, copy_tokenizer, find_obstacle
+from families import make_family
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.scheduler import POLICIES
@@ -38,50 +22,22 @@ from nanovllm.utils.helpers import cdiv
 
 VOCAB_SIZE = 805  # more logits than the tokenizer has tokens
 MAX_MODEL_LEN = 64
-MODELS: dict[str, dict[str, Any]] = {
-    "qwen2": dict(family=Qwen2Config, tie_word_embeddings=False),
-    "qwen3": dict(family=Qwen3Config),
-    "llama": dict(family=LlamaConfig, num_key_value_heads=4, head_dim=None),
-    "opt": dict(family=OPTConfig, ffn_dim=40),
-    "moe": dict(
-        family=Qwen3MoeConfig, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24
-    ),
-    "granite": dict(family=GraniteConfig, **GRANITE),
-    "olmo3": dict(family=Olmo3Config, **OLMO3),
-    "phi": dict(family=Phi3Config, **PHI4_MINI),
-    "smollm3": dict(family=SmolLM3Config, **SMOLLM3),
-    "qwen3-next": dict(family=Qwen3NextConfig, **HYBRID_EXPERTS, **NEXT_MIXED),
-    "qwen3.5": dict(
-        family=Qwen3_5TextConfig,
-        num_hidden_layers=3,
-        layer_types=["linear_attention", "full_attention", "linear_attention"],
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=8,
-        linear_value_head_dim=12,
-    ),
-    "qwen3.5-moe": dict(
-        family=Qwen3_5MoeTextConfig,
-        num_hidden_layers=2,
-        layer_types=["linear_attention", "full_attention"],
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=8,
-        linear_value_head_dim=12,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=24,
-        shared_expert_intermediate_size=20,
-    ),
-    "mistral": dict(family=MistralConfig, sliding_window=7),
-    "gemma3": dict(
-        family=Gemma3TextConfig,
-        num_hidden_layers=3,
-        sliding_window=10,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-        query_pre_attn_scalar=16,
-    ),
-}
+MODELS = [
+    "qwen2",
+    "qwen3",
+    "llama-2",
+    "opt",
+    "qwen3-moe",
+    "granite",
+    "olmo3",
+    "phi4-mini",
+    "smollm3",
+    "qwen3-next-mixed",
+    "qwen3.5",
+    "qwen3.5-moe",
+    "mistral-window",
+    "gemma3",
+]
 WORDS = ["the cat ", "sat on ", "the mat. ", "1, 2, 3, ", "é", "日本", '{"a": ', "a b a b "]
 GRAMMARS: list[dict[str, Any]] = [
     {"json": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}},
@@ -119,7 +75,7 @@ class Models:
 
     def _make(self, name: str) -> Path:
         path = self.directory / name
-        make_checkpoint(path, vocab_size=VOCAB_SIZE, **MODELS[name])
+        make_family(path, name, vocab_size=VOCAB_SIZE)
         copy_tokenizer(path)
         return path
 
@@ -209,7 +165,7 @@ class Case:
     def __init__(self, models: Models, seed: int, max_ranks: int = 1) -> None:
         self.models = models
         self.rng = rng = random.Random(seed)
-        self.model = rng.choice(list(MODELS))
+        self.model = rng.choice(MODELS)
         self.quantization = rng.choice([None, None, "int8", "int4"])
         self.options = draw_options(rng)
         num_ranks = rng.choices([1, 2], [49, 1])[0]  # processes are slow
@@ -226,7 +182,7 @@ class Case:
         return LLM(path, quantization=self.quantization, **self.options, **options)
 
     def generate(self, llm: LLM, job: int) -> list[Any]:
-        return llm.generate(*self.jobs[job], use_tqdm=False)
+        return llm.generate(*self.jobs[job])
 
     def search(self, llm: LLM, job: int) -> list[Any]:
         prompt, _ = self.jobs[job]

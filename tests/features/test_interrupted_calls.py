@@ -99,7 +99,7 @@ def add(llm, requests):
 
 
 def generate(llm, requests):
-    llm.generate(*REQUESTS[0], use_tqdm=False)
+    llm.generate(*REQUESTS[0])
 
 
 def stream(llm, requests):

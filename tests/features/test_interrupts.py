@@ -86,7 +86,7 @@ def summarize(outputs):
 
 
 def by_generate(llm):
-    return summarize(llm.generate(*BATCH, use_tqdm=False))
+    return summarize(llm.generate(*BATCH))
 
 
 def measure(call):
@@ -168,7 +168,7 @@ def test_an_interrupted_step_scores_no_later_prompt(make_llm, is_aborted):
     llm = make_llm(max_num_batched_tokens=8)
     params = SamplingParams(temperature=0.0, max_tokens=2, prompt_logprobs=1)
     prompts = [random_prompt(length, length) for length in (12, 13)]
-    expected = llm.generate(prompts, params, use_tqdm=False)
+    expected = llm.generate(prompts, params)
     executor = llm.model_runner.executor
     call = executor.call
     late = []

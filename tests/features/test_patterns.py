@@ -9,11 +9,10 @@ import pytest
 
 pytest.importorskip("llguidance")
 
-from llguidance import LLMatcher, LLTokenizer
+from grammar_helpers import match
 
 from nanovllm.features.structured_outputs.patterns import convert_pattern
 
-TOKENIZER = LLTokenizer("byte")
 DIGITS = set(string.digits)
 WORD = {*string.ascii_letters, *DIGITS, "_"}
 LINES = set("\n\r\u2028\u2029")
@@ -98,17 +97,6 @@ const match = ([pattern, valid, invalid]) =>
   [...valid, ...invalid].map(text => compile(pattern).test(text));
 console.log(JSON.stringify(cases.map(match)));
 """
-
-
-def match(grammar, texts):
-    matcher = LLMatcher(TOKENIZER, grammar, log_level=0)
-    results = []
-    for text in texts:
-        matcher.reset()
-        tokens = list(text.encode())
-        is_valid = matcher.try_consume_tokens(tokens) == len(tokens)
-        results.append(is_valid and matcher.is_accepting())
-    return results
 
 
 def match_all(pattern, texts):

@@ -1,7 +1,6 @@
 """prompt_logprobs are those of transformers' forward pass, whatever steps compute a prompt."""
 
 import pytest
-import torch
 from conftest import check_invariants, generate_ids, greedy, random_prompt
 
 from nanovllm import SamplingParams
@@ -16,10 +15,9 @@ def check(tiny):
     """Compares the prompt_logprobs of an output with transformers."""
     _, oracle = tiny
 
-    @torch.inference_mode()
     def check(output, num_top=3):
         prompt = output["prompt_token_ids"]
-        logprobs = oracle.model(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
+        logprobs = oracle.find_logprobs(prompt)
         first, *entries = output["prompt_logprobs"]
         assert first is None
         for token_id, entry, expected in zip(prompt[1:], entries, logprobs, strict=True):
@@ -47,7 +45,7 @@ def test_they_match_transformers(tiny, make_llm, check, options):
     params = [SCORING] * len(PROMPTS) + [greedy(6)] * len(PROMPTS)
     with make_llm(**options) as llm:
         for _ in range(2):  # with a cold prefix cache, then with a warm one
-            outputs = llm.generate(prompts, params, use_tqdm=False)
+            outputs = llm.generate(prompts, params)
             assert [o["token_ids"] for o in outputs] == [oracle(prompt, 6) for prompt in prompts]
             for output in outputs[: len(PROMPTS)]:
                 check(output)
@@ -77,7 +75,7 @@ def test_a_preempted_sequence_keeps_its_scores(make_llm, check):
 
 def test_a_step_computes_no_more_rows_of_logits_at_once_than_the_profile_run(make_llm, monkeypatch):
     llm = make_llm(max_num_seqs=4)
-    model = llm.model_runner.executor.worker.model
+    model = llm.executor.worker.model
     compute_logits = model.compute_logits
     sizes = []
 

@@ -7,14 +7,12 @@ import re
 import jsonschema
 import numpy as np
 import pytest
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from grammar_helpers import allows, compile_grammar
 
 from nanovllm import SamplingParams, StructuredOutputsParams
 from nanovllm.features.structured_outputs import grammars, schemas
 from nanovllm.features.structured_outputs.grammar_writer import allow_reasoning, make_grammar
 from nanovllm.features.structured_outputs.schemas import write_schema
-
-TOKENIZER = LLTokenizer("byte")
 
 
 def compile(**outputs):
@@ -22,18 +20,7 @@ def compile(**outputs):
 
 
 def compile_outputs(outputs):
-    limits = LLParserLimits(verbose_errors=False)
-    matcher = LLMatcher(TOKENIZER, make_grammar(outputs), log_level=0, limits=limits)
-    matcher.compute_bitmask()
-    if matcher.is_error():
-        raise ValueError(matcher.get_error())
-    return matcher
-
-
-def allows(matcher, text):
-    matcher = matcher.deep_copy()
-    tokens = list(text.encode())
-    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+    return compile_grammar(make_grammar(outputs))
 
 
 def sample(matcher, rng, max_bytes=60):

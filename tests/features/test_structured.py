@@ -95,7 +95,7 @@ def run(llm, structured_outputs, prompt="a b", **params):
     """One output."""
     params = {"max_tokens": 200, "seed": 1, **params}
     sampling = SamplingParams(structured_outputs=structured_outputs, **params)
-    return llm.generate(prompt, sampling, use_tqdm=False)[0]
+    return llm.generate(prompt, sampling)[0]
 
 
 def mixed_batch(**params):
@@ -128,7 +128,7 @@ def test_json_validates(make, monkeypatch, model):
         )
         for i, schema in enumerate(SCHEMAS * 2)
     ]
-    outputs = llm.generate(["a b"] * len(params), params, use_tqdm=False)
+    outputs = llm.generate(["a b"] * len(params), params)
     num_ended = 0
     for schema, output in zip(SCHEMAS * 2, outputs):
         assert output["finish_reason"] in ("stop", "length"), schema
@@ -157,7 +157,7 @@ def test_regex_choice_and_grammar(llm):
     settings = {"n": 8, "seed": 1, "max_tokens": 200}
     kinds = [{"regex": REGEX}, {"choice": choice}, {"grammar": GRAMMAR}]
     params = [SamplingParams(structured_outputs=kind, **settings) for kind in kinds]
-    outputs = llm.generate(["a b"] * 3, params, use_tqdm=False)
+    outputs = llm.generate(["a b"] * 3, params)
     assert {output["finish_reason"] for output in outputs} == {"stop"}
     texts = [output["text"] for output in outputs]
     assert all(re.fullmatch(REGEX, text) for text in texts[:8])
@@ -350,7 +350,7 @@ def test_hostile_grammar_costs_its_own_request(llm, expected, name):
     prompts, params = mixed_batch()
     hostile = SamplingParams(max_tokens=80, seed=1, structured_outputs=HOSTILE[name])
     try:
-        outputs = llm.generate([prompts[3], "a"], [params[3], hostile], use_tqdm=False)
+        outputs = llm.generate([prompts[3], "a"], [params[3], hostile])
     except ValueError as error:
         assert str(error).startswith("structured_outputs: ")
     else:
@@ -364,7 +364,7 @@ def test_exceeded_limits_end_the_request_with_an_error(llm, expected):
     hostile = SamplingParams(max_tokens=200, seed=1, structured_outputs=HOSTILE["letters"])
     problem = "llguidance ends its structured_outputs: lexer error: too many expressions"
     with pytest.warns(RuntimeWarning, match=problem):
-        outputs = llm.generate([prompts[3], "a"], [params[3], hostile], use_tqdm=False)
+        outputs = llm.generate([prompts[3], "a"], [params[3], hostile])
     assert outputs[0]["token_ids"] == expected[3]
     assert outputs[1]["finish_reason"] == "error"
     assert outputs[1]["error"].startswith(problem)
@@ -486,7 +486,7 @@ def test_requests_with_equal_grammars_share_no_limits(llm, monkeypatch):
     assert [output["text"][0] for output in outputs] == ["a", "b", "c"]
     assert {output["finish_reason"] for output in outputs} == {"stop"}
     params = SamplingParams(n=6, max_tokens=200, structured_outputs=kind, seed=1)
-    samples = llm.generate("a b", params, use_tqdm=False)
+    samples = llm.generate("a b", params)
     assert len({output["text"][0] for output in samples}) > 1
     assert {output["finish_reason"] for output in samples} == {"stop"}
 

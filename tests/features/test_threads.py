@@ -3,8 +3,6 @@
 import gc
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +12,7 @@ from unittest.mock import patch
 import pytest
 from conftest import check_invariants, generate_ids
 from front_helpers import GREEDY, PROMPTS, finish
+from project_helpers import start
 from tqdm import tqdm
 
 from nanovllm import SamplingParams
@@ -119,7 +118,7 @@ def test_a_call_does_not_wait_for_the_lock_of_tqdm(expected, make_llm):
     """Ctrl-C within tqdm can leave its lock held."""
     llm = make_llm()
     with ThreadPoolExecutor(1) as pool, tqdm.get_lock():
-        outputs = pool.submit(llm.generate, PROMPTS, GREEDY).result(60)
+        outputs = pool.submit(llm.generate, PROMPTS, GREEDY, use_tqdm=True).result(60)
     assert [output["token_ids"] for output in outputs] == expected
 
 
@@ -211,7 +210,7 @@ def test_exit_waits_for_the_step_of_another_thread(make_llm):
             time.sleep(0.05)
 
     with within_steps(exit_soon), pytest.raises(RuntimeError, match="exit"):
-        llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=200), use_tqdm=False)
+        llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=200))
     thread.join(30)
     check_is_empty(llm)
 
@@ -241,7 +240,6 @@ print(len(generate()[0]["token_ids"]))
 
 def test_a_forked_process_can_neither_use_nor_make_an_engine(tiny):
     """OpenMP's threads are missing there. The parent's engine goes on."""
-    command = [sys.executable, "-c", FORK, tiny[0]]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
+    done = start("-c", FORK, tiny[0], check=True, timeout=100)
     assert done.stdout.count("rejected: this process was forked") == 5
     assert done.stdout.endswith("64\n")

@@ -392,5 +392,5 @@ def test_a_prompt_above_the_lowered_budget_is_told_why(tmp_path):
     options = dict(policy="prefill_first", kvcache_memory_bytes=40_000, kvcache_block_size=4)
     with LLM(tmp_path, max_model_len=60, **options) as llm:
         with pytest.raises(ValueError, match="max_num_batched_tokens=4: .* kvcache_memory_bytes"):
-            llm.generate(random_prompt(1, 40), use_tqdm=False)
+            llm.generate(random_prompt(1, 40))
         assert len(generate_ids(llm, [random_prompt(1, 4)], greedy(40))[0]) == 40

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from conftest import (
     DEVICE,
+    DRAWN_BATCH,
     cover_pairs,
     find_obstacle,
     generate_ids,
@@ -221,7 +222,7 @@ def test_only_a_backend_knows_the_layout_of_its_cache(tiny, make_llm, monkeypatc
     check_backend(backend, CPU, torch.float32, make_shape(head_dim=16), 8)
     monkeypatch.setattr("nanovllm.worker.worker.attention", backend)
     llm = make_llm(device="cpu", enable_kernels=False)
-    assert llm.model_runner.executor.worker.kv_caches[0].shape[2] == 2
+    assert llm.executor.worker.kv_caches[0].shape[2] == 2
     assert generate_ids(llm, [[1, 2, 3]], greedy(9)) == [tiny[1]([1, 2, 3], 9)]
 
 
@@ -240,20 +241,11 @@ def test_a_batch_without_sequences_is_as_drawn():
     tables = torch.tensor([[5, 0], [2, 6], [1, 9]], dtype=torch.int32)
     batch = batches.make_batch([3, 1, 2], [3, 8, 6], tables.numpy(), 4)
     expected = dict(
+        DRAWN_BATCH,
         input_ids=[0] * 6,
-        positions=[0, 1, 2, 7, 4, 5],
-        slot_mapping=[20, 21, 22, 27, 36, 37],
-        cu_seqlens_q=[0, 3, 4, 6],
-        context_lens=[3, 8, 6],
         block_tables=tables.tolist(),
-        logits_indices=[2, 3, 5],
         read_slots=[0, 0, 0],
         write_slots=[0, 0, 0],
-        window_slots=[],
-        window_tables=[[], [], []],
-        long_queries=[0, 2],
-        max_seqlen_q=3,
-        max_seqlen_k=8,
     )
     for name, value in vars(batch).items():
         assert torch.as_tensor(value).tolist() == expected[name], name

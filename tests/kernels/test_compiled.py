@@ -1,11 +1,10 @@
 """The Triton kernels compile well for GPUs that need not be here. compiled.py compiles them."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from project_helpers import start
 
 pytest.importorskip("triton", reason="triton is not installed")
 MATRIX = {80: "mma.sync", 90: "wgmma", 100: "tcgen05.mma"}  # instructions of A100, H100, B200
@@ -13,8 +12,7 @@ MATRIX = {80: "mma.sync", 90: "wgmma", 100: "tcgen05.mma"}  # instructions of A1
 
 def run(*arguments):
     script = Path(__file__).with_name("compiled.py")
-    command = [sys.executable, script, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = start(script, *map(str, arguments))
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 

@@ -15,17 +15,14 @@ import torch
 from conftest import (
     DEVICE,
     ON_GPU,
-    Oracle,
     generate_ids,
     greedy,
     make_batch,
-    make_checkpoint,
     random_prompt,
 )
 from families import make_family
 from graph_helpers import capture_on_the_cpu, make_graphs, repeat_steps
 from torch import Tensor, nn
-from transformers import Qwen3_5TextConfig
 
 from nanovllm import batch as batch_module
 from nanovllm.batch import Batch
@@ -337,16 +334,8 @@ def test_engine_with_graphs_matches_transformers(tmp_path, make_replaying, name,
 @pytest.mark.parametrize("budget", [1, 15])
 def test_chunks_of_one_token_without_logits_are_replayed(tmp_path, make_replaying, budget):
     """By the budget, or because a chunk ends where the state is kept: 18 = 15 + 1 + 2 tokens."""
-    reference = make_checkpoint(
-        tmp_path,
-        family=Qwen3_5TextConfig,
-        layer_types=["linear_attention", "full_attention"],
-        linear_num_key_heads=1,
-        linear_num_value_heads=1,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-    )
-    oracle = Oracle(reference)
+    layer_types = ["linear_attention", "full_attention"]
+    oracle = make_family(tmp_path, "qwen3.5", num_hidden_layers=2, layer_types=layer_types)
     llm, steps = make_replaying(tmp_path, max_num_batched_tokens=budget)
     prefix = random_prompt(0, 16)
     for last in (1, 2, 3):

@@ -32,7 +32,6 @@ from nanovllm import LLM, SamplingParams
 from nanovllm import batch as batches
 from nanovllm.kernels import replacement
 from nanovllm.kernels.cpu import attention as cpp_backend
-from nanovllm.kernels.cpu.fused_layers import FusedLayers
 from nanovllm.layers import attention as torch_backend
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.packing import copy_to
@@ -45,21 +44,13 @@ from nanovllm.models.olmo import OlmoSpec
 @needs_compiler
 @all_dtypes
 @pytest.mark.parametrize("kind", [DecoderSpec, Gemma3Spec, OlmoSpec])
-def test_one_call_for_layers_with_different_windows_and_ropes(monkeypatch, kind, dtype):
+def test_one_call_for_layers_with_different_windows_and_ropes(layer_calls, kind, dtype):
     """The first RoPE rotates whole heads, the second one 12 of 16 dimensions."""
     limit = {torch.float32: 1e-5, torch.float16: 0.03, torch.bfloat16: 0.2}[dtype]
 
     def check_close(output, expected):
         assert (output - expected).norm() < limit * expected.norm()
 
-    calls = []
-    compute = FusedLayers._compute
-
-    def record(layers, first, kv_caches, *args, **options):
-        calls.append(len(kv_caches))
-        compute(layers, first, kv_caches, *args, **options)
-
-    monkeypatch.setattr(FusedLayers, "_compute", record)
     ropes = (RopeSpec.from_base(1e4, 16), RopeSpec.from_base(30.0, 12))
     spec = make_spec(
         dtype,
@@ -108,7 +99,7 @@ def test_one_call_for_layers_with_different_windows_and_ropes(monkeypatch, kind,
         check_close(cache, plain_cache)
     # More than 512 tokens are computed layer by layer, and the last layer's K/V separately if not
     # all tokens have logits.
-    assert calls == 2 * ([1] * 6) + 2 * [4, 1, 1] + 2 * [5]
+    assert layer_calls == 2 * ([1] * 6) + 2 * [4, 1, 1] + 2 * [5]
 
 
 @needs_compiler
@@ -117,9 +108,9 @@ def test_other_requests_do_not_change_logits(make_llm, dtype):
     llm = make_llm(dtype=str(dtype).removeprefix("torch."), enable_prefix_caching=False)
     params = SamplingParams(temperature=0.0, max_tokens=8, logprobs=5)
     prompts = [random_prompt(n, n) for n in (30, 1, 9, 17, 40)]
-    together = llm.generate(prompts, params, use_tqdm=False)
+    together = llm.generate(prompts, params)
     for prompt, output in zip(prompts, together):
-        (alone,) = llm.generate([prompt], params, use_tqdm=False)
+        (alone,) = llm.generate([prompt], params)
         assert alone["logprobs"] == output["logprobs"]
 
 
@@ -191,7 +182,7 @@ def test_engine_with_triton_kernels_matches_transformers(tmp_path, monkeypatch):
     monkeypatch.setattr(replacement, "find_optimized_layers", lambda *_: layers.OPTIMIZED_LAYERS)
     options = {"kvcache_block_size": 16, "num_kvcache_blocks": 4, "max_num_batched_tokens": 24}
     llm = LLM(str(tmp_path), device=DEVICE.type, attention_backend="triton", **options)
-    kinds = {type(layer) for layer in llm.model_runner.executor.worker.model.modules()}
+    kinds = {type(layer) for layer in llm.executor.worker.model.modules()}
     assert kinds >= {layers.FusedLayers, layers.FusedAttention}
     assert not kinds & {Attention, DecoderLayers, RMSNorm, MLP}
     assert type(llm.model_runner.sampler) is layers.triton_sampler.FastSampler

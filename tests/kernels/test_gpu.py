@@ -61,7 +61,7 @@ def test_engine_matches_transformers(make_llm, tiny, chunked, enforce_eager):
         kvcache_block_size=16, num_kvcache_blocks=8, max_model_len=64, max_num_batched_tokens=40,
         max_num_seqs=11, enable_chunked_prefill=chunked, enforce_eager=enforce_eager,
     )  # fmt: skip
-    worker = llm.model_runner.executor.worker
+    worker = llm.executor.worker
     assert worker.backend.NAME == "triton"
     assert (worker.graphs is None) == enforce_eager
     prompts = [random_prompt(i, length) for i, length in enumerate((1, 15, 16, 17, 33))] * 2
@@ -77,7 +77,7 @@ def test_logits_are_as_exact_as_those_of_transformers(tmp_path, monkeypatch, dty
     """With the backend that "auto" selects. The error is at most 1.5 times that on the CPU."""
     reference = make_checkpoint(tmp_path, dtype=dtype)
     llm = LLM(str(tmp_path), num_kvcache_blocks=64)
-    model = llm.model_runner.executor.worker.model
+    model = llm.executor.worker.model
     compute_logits = model.compute_logits
     seen = []
 
@@ -96,6 +96,10 @@ def test_logits_are_as_exact_as_those_of_transformers(tmp_path, monkeypatch, dty
     assert (ours - exact).norm() < 1.5 * (theirs - exact).norm() + 1e-5 * exact.norm()
 
 
+def check_close(output, expected):
+    assert (output - expected).float().norm() < 5e-3 * expected.float().norm()
+
+
 @pytest.mark.parametrize("num_rows", [1, 16, 17, 300])
 @pytest.mark.parametrize("scheme", [INT4, INT8], ids=str)
 def test_quantized_layers_match_plain_ones_in_a_graph(scheme, num_rows):
@@ -112,8 +116,7 @@ def test_quantized_layers_match_plain_ones_in_a_graph(scheme, num_rows):
     output.zero_()
     graph.replay()
     assert torch.equal(output, eager)
-    error = (output - expected).float().norm() / expected.float().norm()
-    assert error < 5e-3
+    check_close(output, expected)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 32, 33, 600])
@@ -133,8 +136,7 @@ def test_experts_match_plain_ones_in_a_graph(num_tokens):
     static.copy_(chosen)
     graph.replay()
     assert torch.equal(output, eager)
-    error = (output - expected).float().norm() / expected.float().norm()
-    assert error < 5e-3
+    check_close(output, expected)
 
 
 @pytest.mark.parametrize("query_lens", [[1] * 7, [1, 300, 2, 33, 1, 64, 5]], ids=str)
@@ -153,14 +155,13 @@ def test_the_delta_rule_matches_the_plain_layer_without_host_synchronization(que
         output = layer(inputs, states, batch)
     states.copy_(initial_states)
     graph.replay()
-    for ours, theirs in ((output, expected), (states, expected_states)):
-        assert (ours - theirs).float().norm() < 5e-3 * theirs.float().norm()
+    check_close(output, expected)
+    check_close(states, expected_states)
 
 
 def test_a_seed_samples_the_same_tokens_on_both_devices(make_llm):
     on_cpu, on_gpu = [
-        make_llm(device=device, **POOL).generate(PROMPTS, SAMPLED, use_tqdm=False)
-        for device in ("cpu", "cuda")
+        make_llm(device=device, **POOL).generate(PROMPTS, SAMPLED) for device in ("cpu", "cuda")
     ]
     for one, other in zip(on_cpu, on_gpu):
         assert one["token_ids"] == other["token_ids"]

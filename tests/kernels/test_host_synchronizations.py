@@ -46,5 +46,5 @@ def test_only_reading_tokens_waits(make_llm, monkeypatch, device, enforce_eager,
     for name in ("forward", "sample"):
         call = getattr(llm.model_runner, name)
         monkeypatch.setattr(llm.model_runner, name, forbid_waiting(call))
-    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    outputs = llm.generate(PROMPTS, params)
     assert len(outputs) == len(PROMPTS)

@@ -150,7 +150,7 @@ def test_without_a_compiler_the_engine_uses_torch(
     with pytest.raises(ValueError, match="no-such-compiler"):
         make_llm(device="cpu", attention_backend="cpp")
     llm = make_llm(device="cpu")
-    assert llm.model_runner.executor.worker.backend is torch_backend
+    assert llm.executor.worker.backend is torch_backend
     messages = capfd.readouterr().err
     assert "plain torch attention, which is slower" in messages
     assert "plain torch layers, which are slow:" in messages

@@ -153,15 +153,3 @@ def run_experts(dtype):
 def test_calls_of_a_launch_have_arguments_of_one_kind(run, kernels, dtype, launched):
     run(dtype)
     assert launched == kernels
-
-
-@needs_triton
-def test_a_key_that_misses_an_input_is_found(monkeypatch, launched):
-    prepare = launch.prepare
-
-    def prepare_without_branch(kernel, inputs, *sizes, **constants):
-        return prepare(kernel, inputs[:1], *sizes, **constants)
-
-    monkeypatch.setattr(layers, "prepare", prepare_without_branch)
-    with pytest.raises(AssertionError):
-        run_norms(torch.float32)

@@ -14,14 +14,12 @@ from conftest import (
     generate_ids,
     greedy,
     make_batch,
-    make_checkpoint,
     random_prompt,
 )
 from families import make_family
 from graph_helpers import make_graphs, repeat_steps
 from kernel_helpers import CPU, make_spec, needs_triton, randomize, triton_layers
 from torch import nn
-from transformers import Qwen3_5TextConfig
 
 from nanovllm import LLM
 from nanovllm.checkpoints.quantization import INT8
@@ -123,19 +121,9 @@ def test_layers_with_each_shape_of_a_weight_are_tested(stand_ins, capfd):
     assert "FastColumnParallelLinear is replaced" in capfd.readouterr().err
 
 
-def test_a_layer_that_does_not_store_keys_and_values_is_wrong(stand_ins, capfd, monkeypatch):
-    def forget(layer, *args):
-        monkeypatch.setattr(layer.backend, "store_kvcache", lambda *_: None)
-        return Attention.forward(layer, *args)
-
-    model, run = make_model(SimpleNamespace(**vars(torch_backend)))
-    stand_ins[Attention].forward = forget
-    kernelize(model, CPU, torch.float32, run)
-    assert "FastAttention is replaced by Attention" in capfd.readouterr().err
-
-
 # Each kind of decoder, of norms and of states, with windows and quantized weights.
 TWO_LAYERS = {"num_hidden_layers": 2}
+TWO_DELTA_LAYERS = {**TWO_LAYERS, "layer_types": ["linear_attention", "full_attention"]}
 REAL_MODELS = {
     "qwen2": {},
     "qwen3": {},
@@ -144,7 +132,7 @@ REAL_MODELS = {
     "olmo3": {},
     "smollm3": TWO_LAYERS,
     "qwen3-moe": {},
-    "qwen3.5-moe": {**TWO_LAYERS, "layer_types": ["linear_attention", "full_attention"]},
+    "qwen3.5-moe": TWO_DELTA_LAYERS,
 }
 # The interpreter multiplies bfloat16 incorrectly.
 REAL_DTYPES = ["float32", "bfloat16" if ON_GPU else "float16"]
@@ -275,15 +263,7 @@ def test_a_decode_that_does_not_store_keys_and_values_is_wrong(make_llm, stand_i
 def hybrid(tmp_path_factory):
     """The path of a checkpoint with recurrent states."""
     directory = tmp_path_factory.mktemp("hybrid")
-    make_checkpoint(
-        directory,
-        family=Qwen3_5TextConfig,
-        layer_types=["linear_attention", "full_attention"],
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=8,
-        linear_value_head_dim=12,
-    )
+    make_family(directory, "qwen3.5", **TWO_DELTA_LAYERS)
     return str(directory)
 
 

@@ -26,14 +26,13 @@ def test_logprobs_are_from_before_penalties_and_filters(tiny, make_llm, options)
         SamplingParams(seed=2, max_tokens=8),
         SamplingParams(seed=3, logprobs=1000, repetition_penalty=1.5, top_k=4, max_tokens=8),
     ]
-    outputs = make_llm(**options).generate(prompts, params, use_tqdm=False)
+    outputs = make_llm(**options).generate(prompts, params)
     not_requested = outputs.pop(2)
     assert not_requested["logprobs"] is None
     assert not_requested["cumulative_logprob"] is None
     for output, num_top in zip(outputs, (3, 0, VOCAB_SIZE)):
         prompt, token_ids = output["prompt_token_ids"], output["token_ids"]
-        logits = tiny[1].model(torch.tensor([prompt + token_ids])).logits[0, len(prompt) - 1 : -1]
-        reference = logits.log_softmax(-1)
+        reference = tiny[1].find_logprobs(prompt + token_ids)[len(prompt) - 1 :]
         assert len(output["logprobs"]) == len(token_ids) == 8
         for row, token_id, entry in zip(reference, token_ids, output["logprobs"]):
             top = row.topk(num_top).indices.tolist()
@@ -92,7 +91,7 @@ def test_nan_logits_end_one_request(poisoned, dtype, params):
     # Healthy requests can sample NAN_TOKEN, which ends them here.
     params = SamplingParams(max_tokens=6, seed=1, stop_token_ids=[NAN_TOKEN], **params)
     with pytest.warns(RuntimeWarning, match="request [13] ends with an error: its logits are NaN"):
-        outputs = llm.generate(prompts, params, use_tqdm=False)
+        outputs = llm.generate(prompts, params)
     for index, output in enumerate(outputs):
         assert (output["finish_reason"] == "error") == (index in (1, 3))
         if output["finish_reason"] == "error":
@@ -109,8 +108,8 @@ def test_nan_values_are_not_reused(poisoned):
     llm = LLM(poisoned[0], num_kvcache_blocks=64, kvcache_block_size=4)
     prompt = random_prompt(0, 12)
     with pytest.warns(RuntimeWarning, match="NaN"):
-        llm.generate([*prompt, NAN_TOKEN], use_tqdm=False)
-    (output,) = llm.generate(prompt, greedy(1), use_tqdm=False)
+        llm.generate([*prompt, NAN_TOKEN])
+    (output,) = llm.generate(prompt, greedy(1))
     assert output["finish_reason"] == "length"
 
 

@@ -15,8 +15,8 @@ from families import FAMILIES, make_family
 
 from nanovllm import LLM, SamplingParams
 
-# Each of these shards another kind of tensor. The other families differ in RoPE, windows or norms,
-# which every rank has whole.
+# Each of these shards another kind of tensor. Gemma 3 has the norms, windows and scales of several
+# families. The others differ in RoPE, windows or norms, which every rank has whole.
 SHARDED = {
     "qwen2",
     "llama-2",
@@ -30,6 +30,7 @@ SHARDED = {
     "qwen3-moe-mixed",
     "qwen3.5-moe",
     "qwen3-next",
+    "gemma3",
 }
 POOL = {"num_kvcache_blocks": 40, "kvcache_block_size": 4}
 
@@ -54,7 +55,7 @@ def test_tokens_match_transformers(tmp_path, name):
 def compute_logprobs(llm, prompt):
     """Log probabilities [len(prompt) - 1, VOCAB_SIZE] of the tokens of a prompt."""
     params = SamplingParams(max_tokens=1, prompt_logprobs=VOCAB_SIZE)
-    (output,) = llm.generate(prompt, params, use_tqdm=False)
+    (output,) = llm.generate(prompt, params)
     items = [sorted(entry.items()) for entry in output["prompt_logprobs"][1:]]
     return torch.tensor(items)[..., 1]
 
@@ -101,9 +102,9 @@ def test_low_precision_is_as_exact_as_transformers(tmp_path, name, size):
     prompt = random_prompt(3, 40)
     with LLM(tmp_path, num_kvcache_blocks=64, tensor_parallel_size=size) as llm:
         ours = compute_logprobs(llm, prompt)
-    with torch.inference_mode():
-        theirs = oracle.model(torch.tensor([prompt])).logits[0, :-1].float().log_softmax(-1)
-        exact = oracle.model.float()(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
+    theirs = oracle.find_logprobs(prompt)
+    oracle.model.float()
+    exact = oracle.find_logprobs(prompt)
     assert (ours - exact).norm() < 1.5 * (theirs - exact).norm()
 
 
@@ -111,7 +112,7 @@ def test_opt_uses_all_learned_positions(tmp_path):
     oracle = make_family(tmp_path, "opt")
     prompt = random_prompt(1, 250)
     llm = LLM(tmp_path, num_kvcache_blocks=16)
-    (output,) = llm.generate(prompt, greedy(50), use_tqdm=False)
+    (output,) = llm.generate(prompt, greedy(50))
     assert output["token_ids"] == oracle(prompt, 6)
     assert output["finish_reason"] == "length"
     with pytest.raises(ValueError, match="lower it to 256"):
@@ -129,7 +130,7 @@ def test_dummy_weights_are_the_same_on_any_number_of_ranks(tmp_path, name):
         options = {"load_format": "dummy", "tensor_parallel_size": size}
         with LLM(tmp_path, **POOL, **options, enable_kernels=False) as llm:
             found.append(generate_ids(llm, prompts, greedy(12)))
-            for key, weight in llm.model_runner.executor.worker.model.named_parameters():
+            for key, weight in llm.executor.worker.model.named_parameters():
                 if weight.dim() == 1:
                     assert weight.eq(key.endswith("norm.weight")).all(), key
     assert found[0] == found[1]

@@ -77,7 +77,7 @@ def test_nan_of_one_request_reaches_no_other(tmp_path, name, with_kernels):
     with LLM(tmp_path, **POOL, enable_kernels=with_kernels) as llm:
         for _ in range(2):
             with pytest.warns(RuntimeWarning, match="its logits are NaN"):
-                outputs = llm.generate(prompts, greedy(12), use_tqdm=False)
+                outputs = llm.generate(prompts, greedy(12))
             check_invariants(llm)
             for prompt, output in zip(prompts, outputs):
                 has_nan = NAN_TOKEN in prompt

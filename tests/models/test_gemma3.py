@@ -8,10 +8,7 @@ import torch
 from conftest import (
     VOCAB_SIZE,
     Oracle,
-    check_invariants,
-    cover_pairs,
     edit_weights,
-    find_feature,
     generate_ids,
     greedy,
     make_checkpoint,
@@ -22,8 +19,6 @@ from transformers import Gemma3Config
 
 from nanovllm import LLM
 from nanovllm.checkpoints.checkpoint import read_config
-from nanovllm.features.speculation.costs import StepCosts
-from nanovllm.features.speculation.drafts import Drafts
 from nanovllm.layers import attention
 from nanovllm.models.architectures import read_spec
 
@@ -38,57 +33,8 @@ TINY_TOWER = dict(
 )
 
 
-@pytest.fixture(scope="module")
-def gemma(tmp_path_factory):
-    """The path of a checkpoint, and its oracle."""
-    directory = tmp_path_factory.mktemp("gemma3")
-    return str(directory), make_family(directory, "gemma3")
-
-
 def make_config_with_images(**settings):
     return Gemma3Config(text_config=settings, vision_config=TINY_TOWER, mm_tokens_per_image=1)
-
-
-@pytest.mark.parametrize(
-    "budget, num_blocks, num_drafts, is_chunked, is_caching, with_kernels, size",
-    cover_pairs(
-        [5, 24, 256],
-        [64, 200],
-        [0, 4],
-        [True, False],
-        [True, False],
-        [True, False],
-        [1, 2],
-        allowed=lambda budget, _, __, is_chunked, ___, ____, size: (
-            budget == 256 or (is_chunked and (size == 1 or budget == 24))
-        ),
-    ),
-)
-def test_grid(gemma, budget, num_blocks, num_drafts, is_chunked, is_caching, with_kernels, size):
-    """Contexts are up to 30 windows long."""
-    path, oracle = gemma
-    prompts = [random_prompt(length, length) for length in (1, 7, 8, 9, 33, 100)]
-    prompts += [prompts[-1][:50] + random_prompt(seed, 7 + seed) for seed in range(2)]
-    prompts.append([5, 6, 7] * 60)
-    params = [greedy(12 + index) for index in range(len(prompts))]
-    expected = [oracle(prompt, each.max_tokens) for prompt, each in zip(prompts, params)]
-    with LLM(
-        path,
-        kvcache_block_size=4,
-        max_num_batched_tokens=budget,
-        num_kvcache_blocks=num_blocks,
-        num_speculative_tokens=num_drafts,
-        enable_chunked_prefill=is_chunked,
-        enable_prefix_caching=is_caching,
-        enable_kernels=with_kernels,
-        tensor_parallel_size=size,
-    ) as llm:
-        if num_drafts > 0:
-            find_feature(llm, Drafts).costs = StepCosts(per_token=0.0)
-        for _ in range(2):
-            assert generate_ids(llm, prompts, params) == expected
-            check_invariants(llm)
-        assert budget < 24 or (llm.stats["num_draft_tokens"] > 0) == (num_drafts > 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -35,7 +35,7 @@ def check_model(directory):
     llm = LLM(directory, max_num_batched_tokens=16, kvcache_block_size=4, num_kvcache_blocks=64)
     params = SamplingParams(temperature=0.0, max_tokens=12, logprobs=5, prompt_logprobs=0)
     with llm:
-        (output,) = llm.generate(prompt, params, use_tqdm=False)
+        (output,) = llm.generate(prompt, params)
     token_ids = prompt + output["token_ids"]
     logits = model(torch.tensor([token_ids])).logits[0]
     assert token_ids[len(prompt) :] == logits[len(prompt) - 1 : -1].argmax(-1).tolist()

@@ -15,6 +15,7 @@ from conftest import (
     generate_ids,
     greedy,
     make_checkpoint,
+    make_drafts_free,
     random_prompt,
 )
 from families import DELTA
@@ -22,8 +23,6 @@ from transformers import Qwen3_5TextConfig
 
 from nanovllm import LLM
 from nanovllm.features.recurrent_states import RecurrentStates
-from nanovllm.features.speculation.costs import StepCosts
-from nanovllm.features.speculation.drafts import Drafts
 from nanovllm.worker.state_slots import FIRST_LANE, ZEROS
 
 SETTINGS = dict(
@@ -144,8 +143,8 @@ def test_a_shared_prefix_is_computed_twice(hybrid):
     prompts = [shared + [index] * 5 for index in range(6)]
     expected = [oracle(prompt, 4) for prompt in prompts]
     one_by_one = make_llm(path)
-    outputs = [one_by_one.generate(prompt, greedy(4), use_tqdm=False)[0] for prompt in prompts]
-    at_once = make_llm(path).generate(prompts, greedy(4), use_tqdm=False)
+    outputs = [one_by_one.generate(prompt, greedy(4))[0] for prompt in prompts]
+    at_once = make_llm(path).generate(prompts, greedy(4))
     for each in (outputs, at_once):
         assert [output["token_ids"] for output in each] == expected
         assert [output["num_cached_tokens"] for output in each] == [0, 0, 40, 40, 40, 40]
@@ -240,7 +239,7 @@ def test_nan_does_not_outlive_its_request(tmp_path, is_caching):
     with torch.inference_mode():
         weight[3] = float("nan")
     with pytest.warns(RuntimeWarning, match="NaN"):
-        outputs = llm.generate(prompts, greedy(4), use_tqdm=False)
+        outputs = llm.generate(prompts, greedy(4))
     assert {output["finish_reason"] for output in outputs} == {"error"}
     assert not find_feature(llm, RecurrentStates).snapshots
     with torch.inference_mode():
@@ -290,9 +289,7 @@ def let_draft(llm, answers, is_right):
 
         return SimpleNamespace(propose=propose)
 
-    drafts = find_feature(llm, Drafts)
-    drafts.costs = StepCosts(per_token=0.0)
-    drafts.make_proposer = make_proposer
+    make_drafts_free(llm).make_proposer = make_proposer
 
 
 @pytest.mark.parametrize(
@@ -360,7 +357,7 @@ def test_prompts_without_a_shared_prefix_leave_no_snapshot(hybrid):
     generate_ids(llm, [[*shared, 1], [*shared, 2]], greedy(1))
     generate_ids(llm, [random_prompt(seed, 20) for seed in range(1, 9)], greedy(1))
     assert len(find_feature(llm, RecurrentStates).snapshots) == 1
-    (output,) = llm.generate([*shared, 3], greedy(1), use_tqdm=False)
+    (output,) = llm.generate([*shared, 3], greedy(1))
     assert output["num_cached_tokens"] == 20
 
 

@@ -5,7 +5,7 @@ import json
 
 import httpx
 import pytest
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from grammar_helpers import match
 from server_helpers import parse_body
 
 from nanovllm import DEMO_MODEL, LLM
@@ -27,10 +27,9 @@ MESSAGES = {"messages": [{"role": "user", "content": "1 + 1"}]}
 
 
 @pytest.fixture(scope="module")
-def llm():
-    with LLM(DEMO_MODEL, dtype="float32", num_kvcache_blocks=64) as llm:
-        llm.tokenizer.chat_template = TEMPLATE
-        yield llm
+def llm(llm):
+    llm.tokenizer.chat_template = TEMPLATE
+    return llm
 
 
 def parse(llm, parses_reasoning=False, is_chat=True, **body):
@@ -41,16 +40,7 @@ def parse(llm, parses_reasoning=False, is_chat=True, **body):
 def allow(llm, *texts, **options):
     """Which of the texts a request allows."""
     [(_, params, _)], _ = parse(llm, **options)
-    limits = LLParserLimits(verbose_errors=False)
-    grammar = make_grammar(params.structured_outputs)
-    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=limits)
-    allowed = []
-    for text in texts:
-        copy = matcher.deep_copy()
-        tokens = list(text.encode())
-        is_consumed = copy.try_consume_tokens(tokens) == len(tokens)
-        allowed.append(is_consumed and copy.is_accepting())
-    return allowed
+    return match(make_grammar(params.structured_outputs), texts)
 
 
 def make_tool(parameters, strict=False, name="f"):

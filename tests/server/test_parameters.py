@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from server_helpers import parse_body
 
-from nanovllm import DEMO_MODEL, LLM, SamplingParams
+from nanovllm import SamplingParams
 from nanovllm.features.structured_outputs.grammars import StructuredOutputs
 from nanovllm.server.errors import ApiError
 from nanovllm.server.parameters import CHAT, COMPLETION, IGNORED, NEUTRAL
@@ -19,12 +19,6 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "
 CALL = {"tool_choice": "required"}
 JSON = {"response_format": {"type": "json_object"}}
 VALID = {False: {"prompt": "x"}, True: {"messages": QUESTION}}
-
-
-@pytest.fixture(scope="module")
-def llm():
-    with LLM(DEMO_MODEL, dtype="float32", num_kvcache_blocks=64) as llm:
-        yield llm
 
 
 def call(name):

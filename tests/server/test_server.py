@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
 from typing import Literal
 
 import openai
@@ -17,7 +16,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from server_helpers import CLIENT, KEY, OPTIONS, connect, count_decodes, post, start, stream
 
-from nanovllm import DEMO_MODEL, LLM, SamplingParams
+from nanovllm import SamplingParams
 from nanovllm.server.parameters import CHAT, COMPLETION, NEUTRAL
 from nanovllm.server.web_server import main
 
@@ -42,19 +41,13 @@ def client(url):
     return openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
 
 
-@pytest.fixture(scope="module")
-def llm():
-    with LLM(DEMO_MODEL, dtype="float32", num_kvcache_blocks=64) as llm:
-        yield llm
-
-
 # --- replies
 
 
 def test_replies_are_those_of_the_engine(client, llm):
     prompts = ["one two three", "seven eight"]
     params = SamplingParams(temperature=0.0, max_tokens=16, n=2)
-    expected = llm.generate(prompts, params, use_tqdm=False)
+    expected = llm.generate(prompts, params)
     reply = client.completions.create(model="demo_model", prompt=prompts, temperature=0, n=2)
     assert [choice.text for choice in reply.choices] == [output["text"] for output in expected]
     num_tokens = [len(output["prompt_token_ids"]) for output in expected]
@@ -112,7 +105,7 @@ def test_echo_scores_the_prompt(client, llm):
     """As lm-evaluation-harness asks for it."""
     prompt = [20, 30, 40, 50]
     params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=2, prompt_logprobs=2)
-    (expected,) = llm.generate(prompt, params, use_tqdm=False)
+    (expected,) = llm.generate(prompt, params)
     reply = client.completions.create(
         model="", prompt=prompt, temperature=0, max_tokens=1, logprobs=2, echo=True
     )
@@ -156,17 +149,6 @@ def test_formats_and_required_calls_are_valid_json(client):
     assert isinstance(choice.message.tool_calls[0].function.parsed_arguments, Sum)
     with pytest.raises(openai.BadRequestError, match="tools need a chat template"):
         client.chat.completions.create(**chat, **tools)
-
-
-def test_an_echo_can_be_streamed(url):
-    body = {"prompt": "one two", "echo": True, "max_tokens": 3, "temperature": 0, "logprobs": 1}
-    (expected,) = post(url, body).json()["choices"]
-    *events, _, _ = post(url, {**body, "stream": True}).text.split("\n\n")
-    chunks = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
-    assert "".join(chunk["text"] for chunk in chunks) == expected["text"]
-    for name, values in expected["logprobs"].items():
-        assert list(chain(*[chunk["logprobs"][name] for chunk in chunks])) == values
-    assert chunks[-1]["finish_reason"] == "length"
 
 
 def test_texts_are_tokenized_and_tokens_detokenized(url, llm):

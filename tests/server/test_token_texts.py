@@ -100,11 +100,11 @@ def test_tokens_of_a_completion_join_to_its_text(llm, seed):
         assert top[token] == found["token_logprobs"][index]
 
 
-@pytest.mark.parametrize("stop", [None, "zzzzzz"])
-def test_a_stream_reports_the_same_tokens(llm, stop):
+@pytest.mark.parametrize("options", [{}, {"stop": "zzzzzz"}, {"echo": True}], ids=str)
+def test_a_stream_reports_the_same_tokens(llm, options):
     """Also while text is withheld, because it could begin a stop string."""
-    expected = ask_whole(llm, stop=stop)
-    chunks = ask_stream(llm, stop=stop)
+    expected = ask_whole(llm, **options)
+    chunks = ask_stream(llm, **options)
     assert "".join(chunk["text"] for chunk in chunks) == expected["text"]
     for name, values in expected["logprobs"].items():
         parts = [chunk["logprobs"][name] for chunk in chunks]

@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-from llguidance import LLMatcher, LLTokenizer
+from grammar_helpers import match
 from server_helpers import parse_body
 from transformers import AddedToken, AutoTokenizer
 
@@ -34,11 +34,10 @@ FUNCTION = {"name": "add", "arguments": '{"a": 1}'}
 
 
 @pytest.fixture(scope="module")
-def llm():
+def llm(llm):
     """The demo model with a template that shows tools to it, but it does not know them."""
-    with LLM(DEMO_MODEL, dtype="float32", num_kvcache_blocks=64) as llm:
-        llm.tokenizer.chat_template = TEMPLATE
-        yield llm
+    llm.tokenizer.chat_template = TEMPLATE
+    return llm
 
 
 def reply_to(llm, text, is_chat=True, parses_reasoning=True, reason="stop", **body):
@@ -167,23 +166,6 @@ def test_the_tokens_of_thoughts_are_counted(special, llm):
     assert "completion_tokens_details" not in usage
 
 
-def test_a_message_with_calls_needs_no_content(llm):
-    call = {"type": "function", "id": "call_0", "function": FUNCTION}
-    for content in (None, "", []):
-        message = {"role": "assistant", "content": content, "tool_calls": [call]}
-        messages = [message, *BODY["messages"]]
-        parse_body(llm, {"messages": messages}, True)
-
-
-def test_a_call_that_was_cut_off_is_text(llm):
-    (choice,) = answer(llm, CALL[:-15], "length")
-    assert choice["message"]["content"] == CALL[:-15]
-    assert choice["finish_reason"] == "length"
-    call = {"type": "function", "id": "call_0", "function": {**FUNCTION, "arguments": '{"a": 1'}}
-    message = {"role": "assistant", "content": None, "tool_calls": [call]}
-    parse_body(llm, {**BODY, "messages": [message, *BODY["messages"]]}, True)
-
-
 def test_a_template_can_read_tools_of_a_message_only(llm, monkeypatch):
     """Such as that of Phi-4-mini."""
     template = "{% for m in messages %}{{ m.content }}{{ m['tools'] }}{% endfor %}"
@@ -229,12 +211,8 @@ STOP_CALL = '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>'
 @pytest.mark.parametrize(
     "text, tools, is_parallel, is_valid",
     [
-        (CALL, [ADD, STOP], True, True),
         (f"{CALL}\n{STOP_CALL}", [ADD, STOP], True, True),
         (f"{CALL}\n{STOP_CALL}", [ADD, STOP], False, False),
-        (STOP_CALL, [ADD], True, False),
-        (f"I add. {CALL}", [ADD], True, False),
-        (CALL.replace("1", '"1"'), [ADD], True, False),
         (CALL.replace('{"a": 1}', "{}"), [ADD], True, False),
         (STOP_CALL.replace("{}", '{"a": 1}'), [STOP], True, False),
         (CALL, [OPEN], True, True),
@@ -243,8 +221,4 @@ STOP_CALL = '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>'
     ],
 )
 def test_a_grammar_allows_only_calls_of_the_tools(text, tools, is_parallel, is_valid):
-    grammar = LLMatcher.grammar_from_lark(write_grammar(tools, is_parallel))
-    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)
-    tokens = list(text.encode())
-    is_consumed = matcher.try_consume_tokens(tokens) == len(tokens)
-    assert (is_consumed and matcher.is_accepting()) == is_valid
+    assert match(write_grammar(tools, is_parallel), [text]) == [is_valid]

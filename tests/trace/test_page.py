@@ -10,14 +10,12 @@ from itertools import count
 import pytest
 import torch
 from browser import needs_browser, run_script
-from conftest import find_feature, greedy, random_prompt
+from conftest import greedy, make_drafts_free, random_prompt
 from families import make_family
 from project_helpers import SMALL
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.features.speculation.costs import StepCosts
-from nanovllm.features.speculation.drafts import Drafts
 from nanovllm.features.windows import Windows
 from nanovllm.trace import save_page
 from nanovllm.trace.__main__ import main as trace_main
@@ -162,18 +160,15 @@ class Proposer:
 
 def serve_drafts(llm):
     prompt = random_prompt(2, 13)
-    answer = prompt + llm.generate(prompt, greedy(20), use_tqdm=False)[0]["token_ids"]
-    drafts = find_feature(llm, Drafts)
+    answer = prompt + llm.generate(prompt, greedy(20))[0]["token_ids"]
+    drafts = make_drafts_free(llm)
     drafts.make_proposer = lambda token_ids: Proposer(token_ids, answer)
-    drafts.costs = StepCosts(per_token=0.0)
-    llm.generate(prompt, greedy(20), use_tqdm=False)
+    llm.generate(prompt, greedy(20))
 
 
 def serve_drafts_between_prompts(llm):
     """Sequences with rejected drafts wait, because new prompts go first."""
-    drafts = find_feature(llm, Drafts)
-    drafts.make_proposer = lambda token_ids: Proposer(token_ids, [])
-    drafts.costs = StepCosts(per_token=0.0)
+    make_drafts_free(llm).make_proposer = lambda token_ids: Proposer(token_ids, [])
     llm.add_request(random_prompt(2, 13), greedy(30))
     for number in count():
         if llm.is_finished():
@@ -404,7 +399,7 @@ def test_the_choice_of_a_grammar(tmp_path):
     path, page = tmp_path / "trace.json", tmp_path / "timeline.html"
     with LLM(DEMO_MODEL, trace=path, **SMALL) as llm:
         params = SamplingParams(temperature=0.0, structured_outputs={"regex": "[0-9]{9}"})
-        llm.generate("What is 12 + 30?", params, use_tqdm=False)
+        llm.generate("What is 12 + 30?", params)
     trace_main([str(path), "-o", str(page)])
     prefers, allows, words = run_script(
         page,

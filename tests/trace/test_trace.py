@@ -10,13 +10,18 @@ from operator import attrgetter
 from unittest.mock import Mock
 
 import pytest
-from conftest import check_invariants, find_feature, generate_ids, greedy, random_prompt
+from conftest import (
+    check_invariants,
+    find_feature,
+    generate_ids,
+    greedy,
+    make_drafts_free,
+    random_prompt,
+)
 from families import make_family
 from project_helpers import SMALL, reject
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams, trace
-from nanovllm.features.speculation.costs import StepCosts
-from nanovllm.features.speculation.drafts import Drafts
 from nanovllm.trace.__main__ import main as trace_main
 from nanovllm.trace.recorder import Recorder
 
@@ -187,7 +192,7 @@ def test_the_choice_of_a_grammar_is_recorded(path):
     text = "a b " * 4 + "a"
     params = SamplingParams(temperature=0.0, structured_outputs={"regex": "( a b)+"})
     with LLM(DEMO_MODEL, trace=path, num_speculative_tokens=2, **SMALL) as llm:
-        find_feature(llm, Drafts).costs = StepCosts(per_token=0.0)
+        make_drafts_free(llm)
         free = llm.add_request(text, greedy(30))
         llm.add_request(text, params)
         while not llm.is_finished():

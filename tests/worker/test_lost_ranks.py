@@ -76,7 +76,7 @@ def test_a_rank_dies_at_the_start(make_llm):
 def test_a_gpu_waits_for_a_lost_rank(make_llm, monkeypatch):
     """Tokens never arrive until NCCL is aborted. The call ends nevertheless."""
     llm = make_llm(tensor_parallel_size=2)
-    worker = llm.model_runner.executor.worker
+    worker = llm.executor.worker
     aborted = threading.Event()
     tokens = MagicMock(tolist=lambda: [0] * aborted.wait(60))
     monkeypatch.setattr(llm.model_runner.sampler, "forward", lambda logits, batch: tokens)
@@ -116,7 +116,7 @@ def test_a_rank_fails(make_llm, monkeypatch):
 def test_rank_0_fails(make_llm, monkeypatch):
     """In the middle of a step, while the others wait for it."""
     llm = make_llm(tensor_parallel_size=2)
-    monkeypatch.setattr(llm.model_runner.executor.worker, "compute", lambda *args: 1 / 0)
+    monkeypatch.setattr(llm.executor.worker, "compute", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         generate_ids(llm, [[1, 2]])
     lose(llm, "rank 0 has failed: ZeroDivisionError")

@@ -65,7 +65,7 @@ def test_samples_are_the_same_on_any_number_of_ranks(make_llm):
     token_ids = []
     for size in (1, 2):
         with make_llm(tensor_parallel_size=size) as llm:
-            outputs = llm.generate(prompts, params, use_tqdm=False)
+            outputs = llm.generate(prompts, params)
             outputs += llm.beam_search(prompts[0], beam_width=3, max_tokens=6)[0]
         token_ids.append([output["token_ids"] for output in outputs])
     assert token_ids[0] == token_ids[1]
@@ -104,7 +104,7 @@ def test_ranks_stay_in_step_after_interrupts(tiny, make_llm):
             timer = threading.Timer(0.003 * attempt, signal.raise_signal, [signal.SIGINT])
             try:
                 timer.start()
-                llm.generate(prompts, greedy(50), use_tqdm=False)
+                llm.generate(prompts, greedy(50))
                 timer.join()
                 time.sleep(0.01)
             except KeyboardInterrupt:
