@@ -96,7 +96,8 @@ def choose_workload(args: Namespace) -> Workload:
     default = "nano-vllm" if torch.cuda.is_available() else "quick"
     workload = WORKLOADS[args.workload or default]
     args.models = [args.model] if args.model else workload.models
-    args.repeat = args.repeat or workload.repeat
+    if args.repeat is None:
+        args.repeat = workload.repeat
     given = {name: value for name, value in vars(args).items() if value is not None}
     for name in (*Case._fields, "request_rate"):
         if args.workload and name in given:

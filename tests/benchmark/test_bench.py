@@ -95,7 +95,7 @@ def test_engines_are_compared_on_the_same_work(capsys):
         (["--input-len", "9", "3"], "--input-len"),
         (["--input-len", "0", "3"], "--input-len"),
         (["--num-seqs", "1000000000"], "--num-seqs"),
-        (["--repeat", "-1"], "--repeat"),
+        (["--repeat", "0"], "--repeat"),
         (["--temperature", "nan"], "temperature"),
         (["--shared-prefix", "5000"], "max_model_len=5025"),
         (["--set", "max_model_len=4"], "max_model_len"),

@@ -319,6 +319,14 @@ def test_what_a_compilation_exceeds_is_named(llm):
     assert not llm.requests
 
 
+@pytest.mark.parametrize("token", ["<|im_end|>", "<|tool|>"])
+def test_a_grammar_of_special_tokens_is_rejected(llm, token):
+    """The tokens of the check have the second name, and those of the model the first."""
+    with pytest.raises(ValueError, match="structured_outputs: .* unknown special token"):
+        run(llm, {"grammar": f"start: {token}"})
+    assert not llm.requests
+
+
 def test_a_grammar_is_checked_once_but_not_kept(llm, monkeypatch):
     run(llm, {"regex": "a" * 10**5}, max_tokens=1)
     assert sum(map(len, grammars.checked)) < 10**5

@@ -67,6 +67,8 @@ class StructuredOutputs(Feature):
         limits = LLParserLimits(**LIMITS, max_lexer_states=max_lexer_states, verbose_errors=False)
         matcher = LLMatcher(self.guidance_tokenizer, grammar, log_level=0, limits=limits)
         matcher.compute_bitmask()  # the first one takes long
+        if matcher.is_error():  # with LIMITS, or with the tokens of this model
+            raise ValueError(f"invalid or unsupported: {matcher.get_error()[:MAX_ERROR_CHARS]}")
         return matcher
 
     @cached_property
