@@ -103,6 +103,7 @@ def test_tokens_of_a_completion_join_to_its_text(llm, seed):
 @pytest.mark.parametrize("options", [{}, {"stop": "zzzzzz"}, {"echo": True}], ids=str)
 def test_a_stream_reports_the_same_tokens(llm, options):
     """Also while text is withheld, because it could begin a stop string."""
+    ask_whole(llm, **options)  # fills the prefix cache, because a hit can change rounding
     expected = ask_whole(llm, **options)
     chunks = ask_stream(llm, **options)
     assert "".join(chunk["text"] for chunk in chunks) == expected["text"]
