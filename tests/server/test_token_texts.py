@@ -52,7 +52,8 @@ def llm(request, tmp_path_factory):
     )
     make_checkpoint(directory, vocab_size=len(wrapped), eos_token_id=None)
     wrapped.save_pretrained(directory)
-    return LLM(str(directory), num_kvcache_blocks=64, kvcache_block_size=4)
+    # A prefix hit can change rounding.
+    return LLM(str(directory), num_kvcache_blocks=64, enable_prefix_caching=False)
 
 
 def ask(llm, is_chat=False, **body):
@@ -103,7 +104,6 @@ def test_tokens_of_a_completion_join_to_its_text(llm, seed):
 @pytest.mark.parametrize("options", [{}, {"stop": "zzzzzz"}, {"echo": True}], ids=str)
 def test_a_stream_reports_the_same_tokens(llm, options):
     """Also while text is withheld, because it could begin a stop string."""
-    ask_whole(llm, **options)  # fills the prefix cache, because a hit can change rounding
     expected = ask_whole(llm, **options)
     chunks = ask_stream(llm, **options)
     assert "".join(chunk["text"] for chunk in chunks) == expected["text"]
