@@ -107,7 +107,7 @@ class Bodies:
                     return await loop.run_in_executor(executor, copy_context().run, prepare)
             except UncheckedGrammar as unchecked:
                 check: GrammarCheck = unchecked.args[0]
-            # Only here, because the traceback above holds the parsed body.
+            # After the `except` block, because its traceback keeps the parsed body alive.
             problem = await self.grammar_checks.run(check)
             if problem is not None:
                 problems[check.digest] = problem

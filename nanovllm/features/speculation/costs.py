@@ -1,6 +1,6 @@
 """The cost model of drafts: how many draft tokens raise the expected tokens per second of a step.
 
-    seconds of a step = those of one token * (1 + per_token * (tokens - 1))
+    seconds of a step = seconds of a step of one token * (1 + per_token * (tokens - 1))
 
 Most of a short step is the time to read the weights, which makes draft tokens nearly free.
 `per_token` depends on the machine, the model and its format, so it is measured when the engine
@@ -63,8 +63,8 @@ class StepCosts:
 def measure_costs(worker: Worker, max_draft_len: int) -> StepCosts:
     """Measure a step of one token and two larger ones. Must be called before the first request.
 
-    The larger growth counts. A first draft token can cost most, where decodes replay CUDA graphs
-    and steps with drafts do not (flash-attn).
+    `per_token` is the larger of both slopes, because the first draft token costs most where decodes
+    replay CUDA graphs and steps with drafts do not (flash-attn).
     """
 
     def measure(num_tokens: int) -> float:
