@@ -19,7 +19,7 @@ from nanovllm.features.structured_outputs.grammars import StructuredOutputs
 from nanovllm.features.thread_safety import ThreadSafeEngine
 from nanovllm.features.windows import Windows
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.chat_template import ChatTemplate, Message, Tool
+from nanovllm.text.chat_template import Message, Tool, render_chats
 from nanovllm.text.vocabulary import Vocabulary
 from nanovllm.utils.checks import (
     check_bool,
@@ -80,7 +80,6 @@ class LLM(ThreadSafeEngine):
                 feature.exit()
             raise
         self.vocabulary = Vocabulary(self.tokenizer)
-        self.chat_template = ChatTemplate(self.tokenizer)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The parameters of requests that come without any: those of generation_config.json."""
@@ -150,7 +149,7 @@ class LLM(ThreadSafeEngine):
             raise ValueError(
                 "the checkpoint has no tokenizer: pass token ids to generate instead of chat"
             )
-        texts = self.chat_template.render(conversations, **options)
+        texts = render_chats(self.tokenizer, conversations, **options)
         tokenize = self.input_processor.encoder.tokenize
         return [tokenize(text, add_special_tokens=False) for text in texts]
 

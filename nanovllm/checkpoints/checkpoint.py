@@ -13,7 +13,7 @@ from nanovllm.checkpoints.tensor_files import open_weights
 from nanovllm.config import MAX_SIZE, Config
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_ints, naming
-from nanovllm.utils.helpers import read_json
+from nanovllm.utils.helpers import as_list, read_json
 
 # Options of from_pretrained: run no code of the checkpoint, use no network.
 LOCAL: dict[str, bool] = {"trust_remote_code": False, "local_files_only": True}
@@ -95,8 +95,8 @@ def read_config(directory: Path) -> PretrainedConfig:
             for name in stated.keys() & names:
                 setattr(text_config, name, stated[name])
             text_config.dtype = text_config.dtype or config.dtype
-            outer_ids = _list_ids(getattr(config, "eos_token_id", None))
-            text_config.eos_token_id = outer_ids + _list_ids(text_config.eos_token_id)
+            outer_ids = as_list(getattr(config, "eos_token_id", None))
+            text_config.eos_token_id = outer_ids + as_list(text_config.eos_token_id)
     return text_config
 
 
@@ -147,15 +147,8 @@ def read_eos_token_ids(
     token_ids: set[int] = set()
     for name, value in given.items():
         with naming(directory / name, TypeError, ValueError):
-            token_ids.update(check_ints("eos_token_id", _list_ids(value), minimum=-MAX_SIZE))
+            token_ids.update(check_ints("eos_token_id", as_list(value), minimum=-MAX_SIZE))
     return frozenset(token_id for token_id in token_ids if token_id >= 0)
-
-
-def _list_ids(value: Any) -> list[Any]:
-    """Return an eos_token_id as a list. It can be None, one id or a list."""
-    if value is None:
-        return []
-    return value if isinstance(value, list) else [value]
 
 
 def find_generation_defaults(generation_config: dict[str, Any]) -> dict[str, Any]:

@@ -63,8 +63,7 @@ def _read_gptq(settings: Settings) -> Format:
     if any(not pattern.startswith("-:") for pattern in settings.get("dynamic") or ()):
         raise ValueError("dynamic gives some layers other bits, which is not supported")
     versions = (None, "gptq", "gptq_v2")
-    check_supported(settings, format=versions, checkpoint_format=versions)
-    check_supported(settings, adapter=(None, {}))
+    check_supported(settings, format=versions, checkpoint_format=versions, adapter=(None, {}))
     version = settings.get("checkpoint_format") or settings.get("format")
     format = _make_packed(
         GPTQ,

@@ -159,10 +159,9 @@ def list_files(directory: Path) -> Mapping[Path, set[str] | None]:
 def _read_index(path: Path) -> dict[Path, set[str]]:
     """Read which tensors the index lists for each file."""
     weight_map: Any = read_json(path).get("weight_map")
-    is_object = isinstance(weight_map, dict)
-    if not is_object or not all(isinstance(name, str) for name in weight_map.values()):
-        raise ValueError(f"{path}: weight_map must be an object that maps tensors to files")
     files: defaultdict[Path, set[str]] = defaultdict(set)
-    for tensor, name in weight_map.items():
-        files[path.parent / name].add(tensor)
-    return dict(files)
+    problem = f"{path}: weight_map must be an object that maps tensors to files"
+    with naming(problem, AttributeError, TypeError):
+        for tensor, name in weight_map.items():
+            files[path.parent / name].add(tensor)
+    return files

@@ -15,12 +15,7 @@ from transformers import PretrainedConfig
 
 from nanovllm.checkpoints.quantization import read_quantization
 from nanovllm.config import DTYPES, MAX_SIZE
-from nanovllm.models.attention_fields import (
-    Fields,
-    compute_by_layer_type,
-    compute_decoder,
-    compute_smollm3,
-)
+from nanovllm.models.attention_fields import Fields, compute_decoder, compute_smollm3
 from nanovllm.models.decoder import DecoderSpec
 from nanovllm.models.gemma3 import Gemma3Spec, compute_gemma3
 from nanovllm.models.granite import GraniteSpec
@@ -106,7 +101,7 @@ ARCHITECTURES = {
     "MistralForCausalLM": Family(DecoderSpec),
     "MinistralForCausalLM": Family(DecoderSpec),
     "Olmo2ForCausalLM": Family(OlmoSpec),
-    "Olmo3ForCausalLM": Family(OlmoSpec, compute=compute_by_layer_type),
+    "Olmo3ForCausalLM": Family(OlmoSpec),
     "OPTForCausalLM": Family(
         OPTSpec,
         {"qkv_bias": True, "o_bias": True},

@@ -73,26 +73,26 @@ def read_windows(
 def read_rope(
     config: PretrainedConfig,
     head_dim: int,
-    layer_type: str | None = None,
-    allow_partial: bool = False,
-    length: int | None = None,
+    max_len: int,
+    layer_type: str | None,
+    allow_partial: bool,
 ) -> RopeSpec:
     """Return the frequencies, which transformers computes. They can differ by `layer_type`.
 
-    Those of longrope depend on the `length` of contexts. Without it, longrope is not supported.
+    Those of longrope depend on `max_len`. It is supported only if all layers have one RoPE.
     """
     rope = _read_parameters(config, layer_type)
     share = check_fraction("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0))
     if share != 1.0 and not allow_partial:
         raise ValueError(f"partial_rotary_factor={share} is not supported")
-    supported = _ROPE_TYPES if length is None else (*_ROPE_TYPES, "longrope")
+    supported = (*_ROPE_TYPES, "longrope") if layer_type is None else _ROPE_TYPES
     rope_type = check_choice("rope_type", rope["rope_type"], supported)
     if rope_type in ("default", "dynamic"):  # "dynamic" changes only contexts above max_len
         spec = RopeSpec.from_base(rope["rope_theta"], int(head_dim * share))
     else:
         compute = ROPE_INIT_FUNCTIONS[rope_type]
         with torch.device("cpu"):
-            inv_freq, attention_factor = compute(config, seq_len=length, layer_type=layer_type)
+            inv_freq, attention_factor = compute(config, seq_len=max_len, layer_type=layer_type)
         spec = RopeSpec(tuple(inv_freq.tolist()), attention_factor)
     if not all(0.0 < value < math.inf for value in (*spec.inv_freq, spec.attention_factor)):
         raise ValueError(
@@ -110,25 +110,25 @@ def read_max_len(config: PretrainedConfig, max_model_len: int | None) -> int:
     the other. The option max_model_len therefore decides for all positions, as in vLLM. By default,
     the limit is the original length.
     """
-    rope = _read_parameters(config)
-    max_len = config.max_position_embeddings  # llama3's and longrope's includes the extension
-    if rope["rope_type"] in ("longrope", "yarn"):
+    rope = _read_parameters(config, None)
+    rope_type = rope.get("rope_type")  # None: each type of layer has its own
+    # That of llama3 and longrope, and of different RoPEs, includes the extension.
+    max_len = config.max_position_embeddings
+    if rope_type in ("longrope", "yarn"):
         name = "original_max_position_embeddings"
         original = check_int(name, rope.get(name, max_len), 1, MAX_SIZE)
-        if rope["rope_type"] == "yarn":
+        if rope_type == "yarn":
             max_len = original
         elif max_model_len is None or max_model_len <= original:
             max_len = min(max_len, original)
-    if rope["rope_type"] in ("linear", "yarn"):
+    if rope_type in ("linear", "yarn"):
         max_len = int(max_len * check_number("factor", rope.get("factor"), low=0.0, open_low=True))
     return check_int("max_position_embeddings, extended by factor,", max_len, 1, MAX_SIZE)
 
 
-def _read_parameters(config: PretrainedConfig, layer_type: str | None = None) -> dict[str, Any]:
+def _read_parameters(config: PretrainedConfig, layer_type: str | None) -> dict[str, Any]:
     """Return the rope_parameters that are set. null stands for the default."""
     given = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
-    if any(isinstance(value, dict) for value in given.values()):
-        raise ValueError("rope_parameters per layer type are not supported")
     return {name: value for name, value in given.items() if value is not None}
 
 
@@ -141,28 +141,21 @@ def compute_decoder(
     """Compute what all decoders have. `layer_types` are those that the spec can make."""
     head_dim = read_head_dim(config)
     max_len = read_max_len(config, given["max_model_len"])
-    rope = read_rope(config, head_dim, allow_partial=allow_partial_rope, length=max_len)
+    windows = read_windows(config, max_len, layer_types)
+    # The type of each layer if rope_parameters has a RoPE for each type.
+    types: list[str | None] = [None] * len(windows)
+    if any(isinstance(each, dict) for each in config.rope_parameters.values()):
+        types = config.layer_types
+    distinct = list(dict.fromkeys(types))
     return {
         "head_dim": head_dim,
-        "ropes": (rope,),
-        "rope_indices": (0,) * given["num_layers"],
-        "windows": read_windows(config, max_len, layer_types),
+        "ropes": tuple(
+            read_rope(config, head_dim, max_len, each, allow_partial_rope) for each in distinct
+        ),
+        "rope_indices": tuple(map(distinct.index, types)),
+        "windows": windows,
         "scale": given.get("scale", head_dim**-0.5),
         "max_len": max_len,
-    }
-
-
-def compute_by_layer_type(config: PretrainedConfig, given: Fields) -> dict[str, Any]:
-    """Compute a RoPE for each type of layer. max_position_embeddings includes the extension."""
-    head_dim = read_head_dim(config)
-    windows = read_windows(config, given["max_len"])
-    types = list(dict.fromkeys(config.layer_types))
-    return {
-        "head_dim": head_dim,
-        "ropes": tuple(read_rope(config, head_dim, layer_type) for layer_type in types),
-        "rope_indices": tuple(map(types.index, config.layer_types)),
-        "windows": windows,
-        "scale": head_dim**-0.5,
     }
 
 

@@ -144,7 +144,7 @@ class Decoder(nn.Module):
     def __init__(self, spec: "DecoderSpec", backend: Backend, tp: TensorParallel) -> None:
         super().__init__()
         self.embedding_scale = spec.embedding_scale
-        self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, spec.dtype, tp)
+        self.embed_tokens = spec.make_embedding(tp)
         self.rotaries = nn.ModuleList(map(RotaryEmbedding, spec.ropes))
         self.layers = DecoderLayers(
             spec.make_layer(layer, backend, tp) for layer in range(spec.num_layers)
@@ -190,7 +190,13 @@ class DecoderSpec(ModelSpec):
         return 1.0
 
     def make_model(self, backend: Backend, tp: TensorParallel = ALONE) -> CausalLM:
-        return self.add_head(self.decoder_class(self, backend, tp), self.hidden_size, tp)
+        model = self.decoder_class(self, backend, tp)
+        head = None if self.tie_embeddings else self.make_embedding(tp)
+        return CausalLM(model, head)
+
+    def make_embedding(self, tp: TensorParallel) -> Embedding:
+        """Make the embedding, or an output head of its own."""
+        return Embedding(self.vocab_size, self.hidden_size, self.dtype, tp)
 
     def make_layer(self, layer: int, backend: Backend, tp: TensorParallel) -> nn.Module:
         return self.layer_class(self, layer, backend, tp)

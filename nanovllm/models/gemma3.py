@@ -19,7 +19,7 @@ from nanovllm.batch import Batch
 from nanovllm.layers.attention import Backend
 from nanovllm.layers.norm import ZeroCenteredRMSNorm
 from nanovllm.layers.tensor_parallel import TensorParallel
-from nanovllm.models.attention_fields import Fields, compute_by_layer_type
+from nanovllm.models.attention_fields import Fields, compute_decoder
 from nanovllm.models.decoder import MLP, CosSins, DecoderLayer, DecoderSpec
 from nanovllm.utils.checks import check_number
 
@@ -68,4 +68,4 @@ class Gemma3Spec(DecoderSpec):
 def compute_gemma3(config: PretrainedConfig, given: Fields) -> Fields:
     name = "query_pre_attn_scalar"
     scalar = check_number(name, config.query_pre_attn_scalar, low=0.0, open_low=True)
-    return {**compute_by_layer_type(config, given), "scale": scalar**-0.5}
+    return {**compute_decoder(config, given), "scale": scalar**-0.5}

@@ -22,10 +22,9 @@ from nanovllm.layers.attention import Backend
 from nanovllm.layers.embedding import Embedding
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.rotary import RopeSpec
-from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
+from nanovllm.layers.tensor_parallel import TensorParallel
 from nanovllm.models.attention_fields import Fields, check_multiple
 from nanovllm.models.decoder import CosSins, Decoder, DecoderLayer, DecoderSpec
-from nanovllm.models.spec import CausalLM
 
 _FIRST_POSITION = 2  # the rows before it are for padding, which does not occur here
 
@@ -58,7 +57,6 @@ class OPTDecoder(Decoder):
         self.project_in: nn.Module = nn.Identity()
         self.project_out: nn.Module = nn.Identity()
         if embedding_size != hidden_size:
-            self.embed_tokens = Embedding(spec.vocab_size, embedding_size, spec.dtype, tp)
             self.project_in = RowParallelLinear(embedding_size, hidden_size, False, spec.dtype)
             self.project_out = RowParallelLinear(hidden_size, embedding_size, False, spec.dtype)
         if not spec.do_layer_norm_before:
@@ -79,10 +77,11 @@ class OPTSpec(DecoderSpec):
     word_embed_proj_dim: int  # width of the token embeddings and of the output head
     do_layer_norm_before: bool  # the models with pre-norm also have a norm at the end
 
+    decoder_class = OPTDecoder
     mlp_class = ReluMLP
 
-    def make_model(self, backend: Backend, tp: TensorParallel = ALONE) -> CausalLM:
-        return self.add_head(OPTDecoder(self, backend, tp), self.word_embed_proj_dim, tp)
+    def make_embedding(self, tp: TensorParallel) -> Embedding:
+        return Embedding(self.vocab_size, self.word_embed_proj_dim, self.dtype, tp)
 
     def make_layer(self, layer: int, backend: Backend, tp: TensorParallel) -> nn.Module:
         kind = DecoderLayer if self.do_layer_norm_before else PostNormLayer

@@ -88,8 +88,3 @@ class ModelSpec:
 
     def make_model(self, backend: Backend, tp: TensorParallel = ALONE) -> CausalLM:
         raise NotImplementedError
-
-    def add_head(self, model: nn.Module, size: int, tp: TensorParallel) -> CausalLM:
-        """Add an output head for hidden states of `size`, unless the embedding is the head."""
-        head = None if self.tie_embeddings else Embedding(self.vocab_size, size, self.dtype, tp)
-        return CausalLM(model, head)

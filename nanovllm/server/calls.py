@@ -16,7 +16,7 @@ import json
 import re
 from typing import Any, NamedTuple
 
-from nanovllm.server.parameter_values import find_properties, read_value
+from nanovllm.server.parameter_values import JSON, find_properties, read_value
 from nanovllm.text.chat_template import NAME
 
 FUNCTION = "<function="
@@ -31,7 +31,6 @@ PARAMETER = re.compile(
 )
 TAIL = re.compile(r"\s*</function>")
 FILLER = re.compile(r"[\s,}]*")  # small models write too many braces
-DECODER = json.JSONDecoder(strict=False)  # small models write newlines in strings
 
 
 class Call(NamedTuple):
@@ -50,7 +49,7 @@ def read_calls(text: str, schemas: dict[str, Any]) -> list[Call]:
         while start < len(text):
             head = HEAD.match(text, start)
             if head is None:
-                value, start = DECODER.raw_decode(text, start)
+                value, start = JSON.raw_decode(text, start)
                 for each in value if isinstance(value, list) else [value]:
                     calls.append(_make_call(each["name"], each["arguments"] or {}))
             else:

@@ -22,7 +22,7 @@ from nanovllm.server.parameters import (
 )
 from nanovllm.server.replies import Choice, Generation, Reply
 from nanovllm.server.token_texts import ChatTexts
-from nanovllm.text.chat_template import Tool
+from nanovllm.text.chat_template import Tool, uses_tools
 from nanovllm.text.detokenizer import Detokenizer
 from nanovllm.text.vocabulary import END_THINK, THINK
 from nanovllm.utils.checks import check_bool, check_int, check_str, check_type, invalid
@@ -42,7 +42,7 @@ def parse_chat(model: str, parses_reasoning: bool, body: JsonObject, llm: LLM) -
         params = _read_params(given, llm, constraint, num_top)
     with blaming(given, "messages"):
         # A grammar alone can make the model write a call, whatever its template shows.
-        shows_tools = not tools.required or llm.chat_template.uses_tools
+        shows_tools = not tools.required or uses_tools(llm.tokenizer)
         prompt = encode_chat(given, tools.tools if shows_tools else [], llm)
     last_tag = find_last_tag(given, prompt, llm.vocabulary)
     with blaming(given, "messages", constraint.source):

@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from nanovllm.server.errors import JsonObject
+from nanovllm.utils.helpers import as_list
 
 TYPES: dict[Any, tuple[type, ...]] = {
     "null": (type(None),),
@@ -19,7 +20,7 @@ TYPES: dict[Any, tuple[type, ...]] = {
 }
 # Without a type, any value is valid. Numbers and booleans then stay strings.
 DEFAULT_TYPES = ["null", "array", "object"]
-JSON = json.JSONDecoder(strict=False)
+JSON = json.JSONDecoder(strict=False)  # small models write newlines in strings
 # What the parsers and json.dumps raise. The stack of Python's parser can overflow, too.
 ERRORS = (ValueError, SyntaxError, TypeError, RecursionError, MemoryError)
 
@@ -33,9 +34,9 @@ def read_value(text: str, schema: object, root: object) -> Any:
     constants: list[Any] = []
     types: list[Any] = []
     for part in list_parts(schema, root):
-        constants += _list(part.get("enum"))
+        constants += as_list(part.get("enum"))
         constants += [part["const"]] if "const" in part else []
-        types += _list(part.get("type"))
+        types += as_list(part.get("type"))
     value = _read_literal(text)
     if text in constants:
         return text
@@ -70,15 +71,9 @@ def list_parts(schema: object, root: object) -> list[JsonObject]:
             continue
         parts[id(part)] = part
         for name in ("allOf", "anyOf", "oneOf"):
-            pending += _list(part.get(name))
+            pending += as_list(part.get(name))
         pending.append(_resolve(part.get("$ref"), root))
     return list(parts.values())
-
-
-def _list(value: Any) -> list[Any]:
-    if value is None:
-        return []
-    return value if isinstance(value, list) else [value]
 
 
 def _resolve(reference: object, root: object) -> object:

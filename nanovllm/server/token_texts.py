@@ -32,8 +32,7 @@ class TokenTexts:
         if vocabulary.tokenizer is not None:
             self.detokenizer = Detokenizer(vocabulary.tokenizer, prompt_token_ids)
         self.token_ids = list(prompt_token_ids)
-        self.text = ""  # text of the tokens after the prompt
-        self.offset = 0  # where the next token begins in the text
+        self.text = ""  # text of the tokens after the prompt, at whose end the next one begins
 
     def _take(self, token_id: int, is_last: bool) -> str:
         """Return the text that a token adds, or its name if it is special."""
@@ -43,7 +42,6 @@ class TokenTexts:
             whole = self.detokenizer.read(self.token_ids, is_last)
             text = whole[len(self.text) :]
             self.text = whole
-        self.offset += len(text)
         if not text and (self.detokenizer is None or token_id in self.vocabulary.added):
             return self.vocabulary.name(token_id)
         return text
@@ -81,7 +79,7 @@ class CompletionTexts(TokenTexts):
             "text_offset": [],
         }
         for index, (token_id, entry) in enumerate(zip(token_ids, entries), 1):
-            found["text_offset"].append(self.offset)
+            found["text_offset"].append(len(self.text))
             token = self._take(token_id, is_last and index == len(token_ids))
             names = self._name_candidates(entry, token_id, token)
             found["tokens"].append(token)

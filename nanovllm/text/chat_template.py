@@ -29,50 +29,44 @@ NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)  # name of a function
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
-class ChatTemplate:
-    """The chat template of a tokenizer."""
+def uses_tools(tokenizer: Any) -> bool:
+    """Return whether the chat template of a tokenizer shows tools to the model."""
+    template = str(getattr(tokenizer, "chat_template", ""))
+    # Phi-4-mini's has message['tools'], which is not the variable.
+    return "tools" in template.replace("'tools'", "")
 
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
 
-    @property
-    def uses_tools(self) -> bool:
-        """Whether the template shows tools to the model."""
-        template = str(getattr(self.tokenizer, "chat_template", ""))
-        # Phi-4-mini's has message['tools'], which is not the variable.
-        return "tools" in template.replace("'tools'", "")
-
-    def render(
-        self,
-        conversations: list[list[Message]],
-        tools: list[Tool] | None = None,
-        chat_template_kwargs: JsonObject | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-    ) -> list[str]:
-        """Return the texts of conversations, see `LLM.chat`. Raises ValueError or TypeError."""
-        if tools and not self.uses_tools:
-            raise invalid("tools", "need a chat template that uses them: this model's does not")
-        variables = chat_template_kwargs or {}
-        check_type("chat_template_kwargs", variables, dict, "a dict")
-        # Clients of a server must not set parameters of apply_chat_template. chat_template, for
-        # example, would run their own code.
-        reserved = {"self", "messages", *signature(self.tokenizer.apply_chat_template).parameters}
-        for name in sorted(reserved & (variables.keys() - {"documents"})):
-            raise invalid(f"chat_template_kwargs.{name}", "is no variable of the chat template")
-        apply = partial(
-            self.tokenizer.apply_chat_template,
-            tools=check_tools(tools) if tools else None,
-            add_generation_prompt=check_bool("add_generation_prompt", add_generation_prompt),
-            continue_final_message=check_bool("continue_final_message", continue_final_message),
-            tokenize=False,
-            **variables,
-        )
-        problem = "the checkpoint's chat template cannot format these messages"
-        return [
-            str(call_foreign(problem, partial(apply, prepare_messages(conversation))))
-            for conversation in conversations
-        ]
+def render_chats(
+    tokenizer: Any,
+    conversations: list[list[Message]],
+    tools: list[Tool] | None = None,
+    chat_template_kwargs: JsonObject | None = None,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+) -> list[str]:
+    """Return the texts of conversations, see `LLM.chat`. Raises ValueError or TypeError."""
+    if tools and not uses_tools(tokenizer):
+        raise invalid("tools", "need a chat template that uses them: this model's does not")
+    variables = chat_template_kwargs or {}
+    check_type("chat_template_kwargs", variables, dict, "a dict")
+    # Clients of a server must not set parameters of apply_chat_template. chat_template, for
+    # example, would run their own code.
+    reserved = {"self", "messages", *signature(tokenizer.apply_chat_template).parameters}
+    for name in sorted(reserved & (variables.keys() - {"documents"})):
+        raise invalid(f"chat_template_kwargs.{name}", "is no variable of the chat template")
+    apply = partial(
+        tokenizer.apply_chat_template,
+        tools=check_tools(tools) if tools else None,
+        add_generation_prompt=check_bool("add_generation_prompt", add_generation_prompt),
+        continue_final_message=check_bool("continue_final_message", continue_final_message),
+        tokenize=False,
+        **variables,
+    )
+    problem = "the checkpoint's chat template cannot format these messages"
+    return [
+        str(call_foreign(problem, partial(apply, prepare_messages(conversation))))
+        for conversation in conversations
+    ]
 
 
 def prepare_messages(conversation: Any) -> list[Message]:

@@ -19,6 +19,13 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def as_list(value: Any) -> list[Any]:
+    """Return a value of JSON that can be a list, a single item or null as a list."""
+    if value is None:
+        return []
+    return value if isinstance(value, list) else [value]
+
+
 def report(message: str) -> None:
     """Print a line about the engine or the server to stderr, if that is open."""
     if sys.stderr is not None:  # print would take stdout

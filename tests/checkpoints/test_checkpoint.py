@@ -55,7 +55,6 @@ INVALID = [
         for value in (0, -1, "1e4", INF, NAN)
     ],
     ({"rope_parameters": {**YARN, "beta_fast": -1}}, ""),
-    ({"rope_parameters": {"full_attention": YARN}}, "rope_parameters"),
     ({"rope_parameters": None, "rope_theta": 0}, "rope_theta"),
     ({"num_attention_heads": 5}, "num_key_value_heads"),
     ({"dtype": "foo"}, "foo"),

@@ -1,10 +1,12 @@
 """Chat templates that rename roles and reject some messages, as Gemma's."""
 
+from functools import partial
+
 import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from nanovllm.text.chat_template import ChatTemplate
+from nanovllm.text.chat_template import render_chats
 
 # As Gemma 3's: the system message becomes a part of the first turn, the assistant is "model", and
 # the content of a message can be a str or parts.
@@ -30,7 +32,7 @@ def template():
     backend = Tokenizer(models.BPE({"<bos>": 0}, []))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<bos>")
     tokenizer.chat_template = GEMMA
-    return ChatTemplate(tokenizer)
+    return partial(render_chats, tokenizer)
 
 
 def message(role, content):
@@ -40,16 +42,16 @@ def message(role, content):
 def test_a_template_can_rename_roles(template):
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     chat = [message("system", "s"), message("user", parts), message("assistant", " c ")]
-    rendered = template.render([chat, [*chat, message("user", "d")]])
+    rendered = template([chat, [*chat, message("user", "d")]])
     start = "<bos><start>user\ns\n\na\nb<end>\n<start>model\nc<end>\n"
     assert rendered[0] == f"{start}<start>model\n"
     assert rendered[1] == f"{start}<start>user\nd<end>\n<start>model\n"
     options = {"add_generation_prompt": False, "continue_final_message": True}
-    assert template.render([chat], **options) == [start.removesuffix("<end>\n")]
+    assert template([chat], **options) == [start.removesuffix("<end>\n")]
 
 
 @pytest.mark.parametrize("roles", [["assistant"], ["user", "user"], ["system", "assistant"]])
 def test_roles_that_a_template_rejects(template, roles):
     chat = [message(role, "a") for role in roles]
     with pytest.raises(ValueError, match="cannot format these messages: roles must alternate"):
-        template.render([chat])
+        template([chat])
