@@ -1,7 +1,7 @@
 """The options of an engine, validated before anything is loaded.
 
 Values that depend on the checkpoint or the machine (block size, number of blocks, max_model_len)
-are resolved later, in worker/startup.py.
+are resolved later, in worker/worker.py and worker/startup.py.
 """
 
 import os

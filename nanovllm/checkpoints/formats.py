@@ -138,7 +138,9 @@ class PackedFormat(Format):
         if offset:
             ones = 0xFFFFFFFF // ((1 << self.bits) - 1)  # a 1 in the place of each code
             words = words + offset * ones
-        codes = unpack(words.contiguous().view(torch.uint8), self.bits)
+        # Unlike `contiguous`, this also gives a dimension of size 1 the stride that `view` needs.
+        words = words.clone(memory_format=torch.contiguous_format)
+        codes = unpack(words.view(torch.uint8), self.bits)
         if self.order:
             codes = codes.unflatten(1, (-1, len(self.order)))[:, :, self.order].flatten(1)
         return codes[:, : shape[packed_dim]].movedim(1, packed_dim)

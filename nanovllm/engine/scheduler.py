@@ -227,10 +227,7 @@ class Scheduler:
     def finish(self, seq: Sequence, reason: FinishReason) -> None:
         """Finish a waiting or running sequence."""
         if reason == "error":  # its K/V may be NaN, and no other sequence must reuse them
-            for block_id in seq.block_table:
-                self.block_manager.uncache(block_id)
-            if not seq.block_table:  # it was preempted while its step was in flight
-                self.block_manager.uncache_sequence(seq)
+            self.block_manager.uncache_sequence(seq)
         if seq.has_pending_token:  # aborted while a step is in flight
             seq.token_ids.pop()
         seq.finish_reason = reason

@@ -45,6 +45,8 @@ class Work:
 
     seq: Sequence
     lane: int
+    start: int  # the first position that it computes
+    end: int  # the position after the last one, without the draft
     length: int  # number of tokens before the step, without the draft
     block_table: list[int]  # a copy
     plan: Facts
@@ -195,18 +197,28 @@ class Recorder(Feature):
         if is_new:
             facts["num_prompt_tokens"] = seq.num_prompt_tokens
             facts["token_ids"] = seq.token_ids[:length]
-        return Work(seq, seq.lane, length, block_table, facts)
+        return Work(
+            seq=seq,
+            lane=seq.lane,
+            start=start,
+            end=end,
+            length=length,
+            block_table=block_table,
+            plan=facts,
+        )
 
     def _describe_work(self, work: Work, num_accepted: int) -> Facts:
         """The plan, and facts about what the step has added to a sequence."""
         seq = work.seq
-        new_token_ids = seq.token_ids[work.length :]
-        end = work.length + num_accepted
+        # Accepted tokens have filled blocks, and a duplicate is cached now if its cached copy was
+        # evicted in this step.
+        end = work.end + num_accepted
+        blocks = self._describe_blocks(seq, work.block_table, work.start, end)
         return {
             **work.plan,
-            "new_token_ids": new_token_ids,
+            "new_token_ids": seq.token_ids[work.length :],
             "num_accepted_tokens": num_accepted,
-            "accepted_blocks": self._describe_blocks(seq, work.block_table, work.length, end),
+            "late_blocks": [block for block in blocks if block not in work.plan["full_blocks"]],
             "finish_reason": seq.finish_reason,
         }
 

@@ -11,8 +11,8 @@ blocks, hashes of full blocks, queues and the next free blocks. For a model with
 they hold slots and snapshots, and for structured outputs the tokens that may come next and those
 that the model prefers. For a model with windows they hold the blocks of a sequence in the second
 pool, from logical block window_start on, while the step runs. Its end releases what the window has
-left. To keep the file small, a step has only the lists that have changed and the texts that are
-new. A trace contains the prompts and the outputs.
+left. To keep the file small, a step has only the texts that are new. A trace contains the prompts
+and the outputs.
 
 A step is written when it ends. The file is a complete JSON array after every step, because each
 write replaces the closing bracket. What happens in the engine is described by recorder.py.
@@ -49,27 +49,6 @@ def make_event(category: str, track: int, name: str, facts: Facts, **when: int) 
     }
 
 
-def make_works(step: TracedStep, **when: int) -> Iterator[Event]:
-    for lane, work in step.lanes.items():
-        name = f"{work['kind']} {work['request_id']}"
-        yield make_event("work", lane + 1, name, work, **when)
-
-
-def make_preemptions(step: TracedStep, start: int) -> Iterator[Event]:
-    for lane, seq in step.preempted.items():
-        name = f"preempted {seq['request_id']}"
-        yield make_event("preemption", lane + 1, name, seq, ts=start)
-
-
-def make_counters(step: TracedStep, start: int, end: int) -> Iterator[Event]:
-    """Make counters of the state after a step, and of the second pool during it."""
-    for name, counters in COUNTERS.items():
-        numbers = {each: step.info[each] for each in counters}
-        yield make_event("counters", 0, name, numbers, ts=end)
-    if "window_pool" in step.info:
-        yield make_event("counters", 0, "window blocks", step.info["window_pool"], ts=start)
-
-
 class Timeline:
     """Measures the phases of a step and collects its events. A subclass writes them."""
 
@@ -81,10 +60,10 @@ class Timeline:
     def reset(self) -> None:
         """Record that the KV cache was emptied.
 
-        The next step writes all its lists and texts, because an interrupt may have prevented the
-        last step from being written.
+        The next step writes all its texts, because an interrupt may have prevented the last step
+        from being written.
         """
-        self.last: Facts = {}  # the info of the last step, empty after a reset
+        self.is_reset = True  # until the next step is written
         self.named: set[int] = set()  # tokens whose texts are written
 
     def begin(self, settings: Facts, vocabulary: Vocabulary, warn: Callable[[str], None]) -> None:
@@ -104,21 +83,27 @@ class Timeline:
         self.times[phase] = time.perf_counter_ns() // 1000
 
     def write_step(self, step: TracedStep) -> None:
-        """Write a step as events. Of its lists and texts, only those that have changed or are new.
+        """Write a step as events. Of its texts, only those that are new.
 
         Its work and its preemptions get names from their `kind` and `request_id`.
         """
         start = self.times["start"]
         end = self.times["sample"]
         phases = list(self._make_phases())
-        events = [
-            self._make_step(step, phases, ts=start, dur=end - start),
-            *phases,
-            *make_works(step, ts=start, dur=end - start),
-            *make_preemptions(step, start),
-            *make_counters(step, start, end),
-        ]
-        self.last = step.info
+        events = [self._make_step(step, phases, ts=start, dur=end - start), *phases]
+        for lane, work in step.lanes.items():
+            name = f"{work['kind']} {work['request_id']}"
+            events.append(make_event("work", lane + 1, name, work, ts=start, dur=end - start))
+        for lane, seq in step.preempted.items():
+            name = f"preempted {seq['request_id']}"
+            events.append(make_event("preemption", lane + 1, name, seq, ts=start))
+        for name, counters in COUNTERS.items():  # the state after the step
+            numbers = {each: step.info[each] for each in counters}
+            events.append(make_event("counters", 0, name, numbers, ts=end))
+        if "window_pool" in step.info:  # the second pool during the step
+            numbers = step.info["window_pool"]
+            events.append(make_event("counters", 0, "window blocks", numbers, ts=start))
+        self.is_reset = False
         self.num_steps += 1
         self.write(events)  # last, so that an interrupt that follows finds the state above
 
@@ -130,11 +115,9 @@ class Timeline:
             start = end
 
     def _make_step(self, step: TracedStep, phases: list[Event], **when: int) -> Event:
-        info: Facts = {"step": self.num_steps, "is_reset": not self.last}
+        info: Facts = {"step": self.num_steps, "is_reset": self.is_reset}
         info["texts"] = self._name_tokens(step.lanes.values())
-        for name, value in step.info.items():
-            if not isinstance(value, list) or value != self.last.get(name):
-                info[name] = value
+        info |= step.info
         for phase in phases:
             info[f"{phase['name']}_ms"] = phase["dur"] / 1e3
         noun = "token" if info["num_tokens"] == 1 else "tokens"

@@ -9,12 +9,12 @@ lanes             = max_num_seqs, or as many as have room for their recurrent st
                     half of the budget, or in all of it if every layer has a window
 windows           = blocks of the second pool, see count_window_blocks
 blocks            = num_kvcache_blocks, or what the rest of the budget has room for
-upper limit       = lanes * blocks of max_model_len tokens, unless kvcache_memory_bytes is given
+upper limit       = lanes * blocks of max_model_len tokens, unless the option num_kvcache_blocks or
+                    kvcache_memory_bytes is given
 """
 
 from bisect import bisect_right
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from nanovllm.config import Config
 from nanovllm.utils.helpers import cdiv
@@ -31,13 +31,6 @@ CPU_SHARE = 0.25
 ENLARGE_ADVICE = (
     "give the cache more memory (num_kvcache_blocks, kvcache_memory_bytes, gpu_memory_utilization)"
 )
-
-
-class Budget(NamedTuple):
-    """Memory for the blocks and states of one rank."""
-
-    num_bytes: int
-    origin: str  # how the number was computed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,15 +70,18 @@ class CachePlan:
     description: str = ""  # the arithmetic in one line
 
 
-def find_budget(config: Config, meter: MemoryMeter | None) -> Budget:
-    """Find the memory for blocks and states of one rank. A rank with a GPU has a meter."""
+def find_budget(config: Config, meter: MemoryMeter | None) -> tuple[int, str]:
+    """Find the bytes for blocks and states of one rank, and say how they were computed.
+
+    A rank with a GPU has a meter.
+    """
     if config.kvcache_memory_bytes is not None:
-        return Budget(config.kvcache_memory_bytes, "kvcache_memory_bytes")
+        return config.kvcache_memory_bytes, "kvcache_memory_bytes"
     if meter is None:
         available = find_available_memory()
         num_ranks = config.tensor_parallel_size
         origin = f"{CPU_SHARE} * {show_bytes(available)} available / {num_ranks} ranks"
-        return Budget(int(available * CPU_SHARE / num_ranks), origin)
+        return int(available * CPU_SHARE / num_ranks), origin
     utilization = config.gpu_memory_utilization
     peak = meter.peak()
     limit = min(utilization * meter.total, GPU_SHARE_OF_FREE * meter.free_before)
@@ -93,15 +89,15 @@ def find_budget(config: Config, meter: MemoryMeter | None) -> Budget:
         f"min({utilization} * {show_bytes(meter.total)},"
         f" {GPU_SHARE_OF_FREE} * {show_bytes(meter.free_before)} free) - {show_bytes(peak)} taken"
     )
-    return Budget(int(limit) - peak, origin)
+    return int(limit) - peak, origin
 
 
-def plan_cache(config: Config, budget: Budget, units: CacheUnits) -> CachePlan:
-    """Divide the budget among lanes, which come first, and blocks.
+def plan_cache(config: Config, num_bytes: int, origin: str, units: CacheUnits) -> CachePlan:
+    """Divide `num_bytes` among lanes, which come first, and blocks.
 
-    Raises ValueError if there is no memory for a single block, or for what a lane needs.
+    `origin` says how the number was computed. Raises ValueError if there is no memory for a single
+    block, or for what a lane needs.
     """
-    num_bytes = budget.num_bytes
     num_step_tokens = config.max_num_batched_tokens
     num_lanes = count_lanes(config, num_bytes, num_step_tokens, units)
     if units.window_block_bytes > 0 and num_lanes < config.max_num_seqs:
@@ -112,7 +108,7 @@ def plan_cache(config: Config, budget: Budget, units: CacheUnits) -> CachePlan:
     num_blocks = config.num_kvcache_blocks or count_blocks(
         config, num_bytes - lane_bytes, num_lanes, units
     )
-    total = f"{show_bytes(num_bytes)} ({budget.origin})"
+    total = f"{show_bytes(num_bytes)} ({origin})"
     if num_lanes == 0 or num_blocks < 1:
         raise ValueError(
             f"no room for one sequence in {total}: a block takes {show_bytes(units.block_bytes)},"

@@ -16,7 +16,7 @@ def find_device(name: str, local_rank: int | None = None) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     kind, _, number = name.partition(":")
-    is_known = kind in ("cpu", "cuda") and (number == "" or number.isdecimal())
+    is_known = name == "cpu" or (kind == "cuda" and (number == "" or number.isdecimal()))
     if not is_known:
         raise ValueError(f"device={name!r} is unknown: use 'auto', 'cpu', 'cuda' or 'cuda:N'")
     if kind == "cpu":

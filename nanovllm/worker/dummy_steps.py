@@ -1,4 +1,4 @@
-"""Steps before the first request: for self-tests, the profile run and warm-up runs.
+"""Steps before the first request: for self-tests, measurements and warm-up runs.
 
 A batch is plain arrays, so it needs no sequences.
 """
@@ -23,17 +23,16 @@ def run_dummy_step(worker: Worker, query_lens: list[int]) -> Tensor:
     return worker.compute_logits(worker.compute(make_dummy_batch(worker, query_lens)))
 
 
-def make_dummy_batch(worker: Worker, query_lens: list[int], num_computed_tokens: int = 0) -> Batch:
-    """Make a batch in block 0, with `num_computed_tokens` in the context of each sequence.
+def make_dummy_batch(worker: Worker, query_lens: list[int]) -> Batch:
+    """Make a batch of whole prompts in block 0.
 
     Kernels are launched for contexts of max_model_len.
     """
     width = worker.block_table_width
     block_tables = np.zeros((len(query_lens), width), np.int32)
-    context_lens = [num_computed_tokens + query_len for query_len in query_lens]
     # Captured steps have id 0, so a replay that does not read its input is noticed.
     ids = [1] * sum(query_lens)
-    batch = make_batch(query_lens, context_lens, block_tables, worker.block_size, ids)
+    batch = make_batch(query_lens, query_lens, block_tables, worker.block_size, ids)
     has_windows = worker.plan.num_window_blocks > 0
     return replace(
         batch,

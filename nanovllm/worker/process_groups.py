@@ -54,10 +54,10 @@ def join_torchrun(size: int, serve: Serve) -> dist.Store | None:
 
     On ranks 1 and up this does not return. They serve and then exit.
     """
-    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
-        return None
-    problem = "WORLD_SIZE is set, but another variable of torchrun is missing or invalid"
+    problem = "WORLD_SIZE is set, but a variable of torchrun is missing or invalid"
     with naming(problem, KeyError, ValueError):
+        if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+            return None
         local_rank = int(os.environ["LOCAL_RANK"])
         store, rank, world_size = next(dist.rendezvous("env://"))
     if world_size != size:

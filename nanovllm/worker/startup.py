@@ -95,15 +95,15 @@ def fill_memory(worker: Worker) -> None:
     if config.num_kvcache_blocks is not None:  # no sequence is longer than all of them
         capacity = config.num_kvcache_blocks * worker.block_size
         worker.max_model_len = min(worker.max_model_len, capacity)
-    budget = find_budget(config, worker.meter)
+    own_bytes, origin = find_budget(config, worker.meter)
     # Ranks share block tables, so all of them have what the smallest budget allows.
-    num_bytes, block_size = worker.tp.minimum([budget.num_bytes, worker.block_size])
+    num_bytes, block_size = worker.tp.minimum([own_bytes, worker.block_size])
     if block_size != worker.block_size:
         raise ValueError(
             f"the ranks' attention backends prefer blocks of {block_size} and {worker.block_size}"
             " tokens: set kvcache_block_size"
         )
-    plan = plan_cache(config, budget._replace(num_bytes=num_bytes), measure_units(worker))
+    plan = plan_cache(config, num_bytes, origin, measure_units(worker))
     if config.max_model_len is not None and config.max_model_len > plan.num_tokens:
         raise ValueError(
             f"max_model_len={config.max_model_len} exceeds the capacity of the KV cache:"

@@ -14,7 +14,7 @@ from nanovllm.layers.tensor_parallel import TensorParallel
 from nanovllm.utils.helpers import cdiv
 from nanovllm.worker import cache_plan, memory
 from nanovllm.worker import worker as worker_module
-from nanovllm.worker.cache_plan import Budget, CacheUnits, find_budget, plan_cache
+from nanovllm.worker.cache_plan import CacheUnits, find_budget, plan_cache
 from nanovllm.worker.memory import find_available_memory, show_bytes
 from nanovllm.worker.startup import profile
 
@@ -95,7 +95,7 @@ def count_tokens_on_gpu(free, utilization, max_model_len):
     config = Config("", gpu_memory_utilization=utilization)
     blocks_per_lane = cdiv(max_model_len, 10)
     units = CacheUnits(block_bytes=10_000, block_size=10, blocks_per_lane=blocks_per_lane)
-    plan = plan_cache(config, find_budget(config, FakeGPU(free)), units)
+    plan = plan_cache(config, *find_budget(config, FakeGPU(free)), units)
     assert f"{plan.num_blocks} blocks of 10 = {plan.num_tokens} tokens" in plan.description
     assert plan.num_tokens == plan.num_blocks * 10
     return plan.num_tokens
@@ -123,7 +123,7 @@ def test_too_little_memory_is_an_error():
 def test_ranks_share_the_memory_of_a_cpu(monkeypatch):
     monkeypatch.setattr(cache_plan, "find_available_memory", lambda: 8_000)
     budgets = [find_budget(Config("", tensor_parallel_size=size), None) for size in (1, 2)]
-    assert [budget.num_bytes for budget in budgets] == [2_000, 1_000]
+    assert [num_bytes for num_bytes, _ in budgets] == [2_000, 1_000]
 
 
 @pytest.mark.parametrize("draft_len, num_logits", [(0, 7), (2, MAX_DRAFT_STEP)])
@@ -158,7 +158,7 @@ def test_the_profile_run_ends_with_the_costliest_sampling(make_llm):
 def plan_with_states(num_bytes, state_bytes, **options):
     """Plan a cache in which a block of 10 tokens takes 1000 bytes."""
     sizes = dict(block_bytes=1000, state_bytes=state_bytes, block_size=10, blocks_per_lane=100)
-    return plan_cache(Config("", **options), Budget(num_bytes, "tests"), CacheUnits(**sizes))
+    return plan_cache(Config("", **options), num_bytes, "tests", CacheUnits(**sizes))
 
 
 @pytest.mark.parametrize("num_drafts, num_lanes", [(0, 24), (3, 16)])
@@ -209,7 +209,7 @@ def plan_with_windows(num_bytes, block_bytes=1000, **options):
         blocks_per_lane=100,
         window=30,
     )
-    return plan_cache(Config("", **options), Budget(num_bytes, "tests"), units)
+    return plan_cache(Config("", **options), num_bytes, "tests", units)
 
 
 def test_windows_have_half_of_the_memory_and_a_step_an_eighth():
