@@ -392,13 +392,9 @@ def widen(part):
 
 DAMAGES = [
     ("gptq", "scales", shorten, r"has shape \[1, 128\], the model needs \[2, 128\]"),
-    ("gptq", "qweight", shorten, r"has shape \[7, 128\]"),
     ("gptq", "g_idx", lambda x: x.flip(0), "reorders inputs, but config.json has no desc_act"),
     ("gptq scattered", "g_idx", lambda x: x - 1, "has groups that do not exist"),
     ("gptq symmetric", "qzeros", lambda x: x + 2, "has zeros that do not fit symmetric codes"),
-    ("gptq 8 bits", "qweight", lambda x: x[::2].contiguous(), r"needs \[16, 128\]"),
-    ("awq", "qzeros", lambda x: x[:, :-1].contiguous(), r"has shape \[2, 15\]"),
-    ("compressed", "weight_packed", shorten, r"has shape \[127, 8\]"),
     ("compressed", "weight_zero_point", shorten, r"has shape \[15, 2\]"),
     ("fp8", "weight_scale_inv", lambda x: x[0], r"has shape \[1\], the model needs \[1, 1\]"),
     ("fp8", "weight", widen, "is stored as F32: supported dtypes are F8_E4M3"),

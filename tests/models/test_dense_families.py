@@ -76,23 +76,21 @@ def test_longrope_up_to_the_original_length(tmp_path, max_model_len):
     assert generate_ids(llm, prompts, greedy(20)) == expected
 
 
-@pytest.mark.parametrize("max_model_len", [ORIGINAL_LEN + 1, 256])
-def test_longrope_above_the_original_length(tmp_path, max_model_len):
+@pytest.mark.parametrize(
+    "max_model_len, lengths", [(ORIGINAL_LEN + 1, (1, 30)), (256, (1, 30, 65, 100))]
+)
+def test_longrope_above_the_original_length(tmp_path, max_model_len, lengths):
     """The long factors apply, to short contexts, too. transformers has short ones for these."""
     names = dict(original_max_position_embeddings=ORIGINAL_LEN)
-    oracle = make_family(tmp_path, "phi4-mini", **names)
-    llm = LLM(tmp_path, **POOL, max_model_len=max_model_len)
-    assert llm.max_model_len == max_model_len
-    if max_model_len == 256:
-        prompts = [random_prompt(length, length) for length in (65, 100)]
-        expected = [oracle(prompt, 20) for prompt in prompts]
-        assert generate_ids(llm, prompts, greedy(20)) == expected
+    short_oracle = make_family(tmp_path, "phi4-mini", **names)
     rope = dict(PHI4_MINI["rope_parameters"])
     rope["short_factor"] = rope["long_factor"]
-    other_oracle = make_family(tmp_path / "other", "phi4-mini", **names, rope_parameters=rope)
-    prompts = [random_prompt(length, length) for length in (1, 30)]
-    expected = [other_oracle(prompt, 20) for prompt in prompts]
+    oracle = make_family(tmp_path / "long", "phi4-mini", **names, rope_parameters=rope)
+    llm = LLM(tmp_path, **POOL, max_model_len=max_model_len)
+    assert llm.max_model_len == max_model_len
+    prompts = [random_prompt(length, length) for length in lengths]
+    expected = [oracle(prompt, 20) for prompt in prompts]
     assert generate_ids(llm, prompts, greedy(20)) == expected
-    assert expected != [oracle(prompt, 20) for prompt in prompts]
+    assert expected[1] != short_oracle(prompts[1], 20)
     with pytest.raises(ValueError, match="lower it to 256"):
         LLM(tmp_path, **POOL, max_model_len=257)
