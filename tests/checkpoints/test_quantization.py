@@ -28,9 +28,11 @@ from nanovllm.checkpoints.checkpoint import read_config
 from nanovllm.checkpoints.quantization import read_quantization
 from nanovllm.checkpoints.tensor_files import TensorFiles
 from nanovllm.layers.quantized import QuantizedWeight, Scheme
+from nanovllm.utils.helpers import cdiv
 
 PROMPTS = [random_prompt(0, 9), random_prompt(1, 14)]
 SIZES = dict(hidden_size=64, intermediate_size=128, head_dim=16)
+FP8_SIZES = dict(hidden_size=160, intermediate_size=144, moe_intermediate_size=200)
 UP = "model.layers.1.mlp.up_proj"
 PROJECTIONS = ("_proj.weight", "fc1.weight", "fc2.weight", "mlp.gate.weight")
 PROJECTIONS += ("in_proj_qkv.weight", "in_proj_z.weight", "in_proj_qkvz.weight")
@@ -68,9 +70,6 @@ def pack_gptq_without_groups(weight):
     return parts
 
 
-pack_scattered = partial(pack_gptq, order=scatter)
-
-
 def pack_awq(weight):
     def pack_outputs(numbers):
         reordered = numbers.T.unflatten(-1, (-1, 8))[..., AWQ_ORDER].flatten(-2)
@@ -92,13 +91,27 @@ def pack_compressed(weight, has_zeros=True):
     return parts
 
 
-def quantize(weight, scheme, dtype=torch.float16, is_symmetric=False):
-    """Quantize with scales that `dtype` holds, as checkpoints store them."""
+def quantize(pack_parts, scheme, weight, dtype=torch.float16, is_symmetric=False):
+    """Quantize with scales that `dtype` holds. Return the dequantized weight and its tensors."""
     quantized = QuantizedWeight.quantize(weight, scheme)
     quantized.scales = quantized.scales.to(dtype).float()
     if is_symmetric:
         quantized.zeros.fill_(1 << (scheme.bits - 1))
-    return quantized
+    return quantized.dequantize(), pack_parts(quantized)
+
+
+def quantize_scattered(weight):
+    full, parts = quantize(partial(pack_gptq, order=scatter), INT4_32, weight)
+    return scatter(full), parts
+
+
+def quantize_to_fp8(weight):
+    """With a factor for each block of 128 x 128."""
+    factors = torch.rand([cdiv(size, 128) for size in weight.shape]) + 0.5
+    spread = factors.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    spread = spread[: weight.shape[0], : weight.shape[1]]
+    codes = (weight / spread).to(torch.float8_e4m3fn)
+    return codes.float() * spread, {"weight": codes, "weight_scale_inv": factors}
 
 
 def gptq(bits=4, group_size=32, **others):
@@ -120,15 +133,14 @@ MIXED_BITS = compressed()
 MIXED_BITS["config_groups"] = dict(group_0=GROUP_0, group_1=GROUP_0)
 
 
-def convert(directory, settings, make_parts, scheme, options=None, part=""):
+def convert(directory, settings, store, part=""):
     """Store the projections with `part` in their name. Return their dequantized weights."""
     dequantized = {}
 
     def edit(weights):
         for name in [name for name in weights if name.endswith(PROJECTIONS) and part in name]:
-            weight = quantize(weights.pop(name).float(), scheme, **(options or {}))
-            dequantized[name] = weight.dequantize()
-            for key, each in make_parts(weight).items():
+            dequantized[name], parts = store(weights.pop(name).float())
+            for key, each in parts.items():
                 weights[f"{name.removesuffix('.weight')}.{key}"] = each
 
     edit_weights(directory, edit)
@@ -146,14 +158,6 @@ def tokens_of(directory, **options):
         return generate_ids(llm, PROMPTS, greedy(12))
 
 
-def make_twice(directory, family, **changes):
-    """Make a checkpoint, and a copy of it."""
-    stored, floats = directory / "stored", directory / "floats"
-    make_family(stored, family, **changes)
-    shutil.copytree(stored, floats)
-    return stored, floats
-
-
 @pytest.fixture
 def checkpoint(tmp_path):
     make_checkpoint(tmp_path, **SIZES)
@@ -161,30 +165,41 @@ def checkpoint(tmp_path):
 
 
 INT4_32, INT8_32 = Scheme(4, 32), Scheme(8, 32)
-BFLOAT16 = dict(dtype=torch.bfloat16)
+COMPRESSED = partial(quantize, pack_compressed, INT4_32, dtype=torch.bfloat16)
 FORMATS = {
-    "gptq": (gptq(), pack_gptq, INT4_32),
-    "gptq 8 bits": (gptq(8), pack_gptq, INT8_32),
-    "gptq whole rows": (gptq(group_size=-1), pack_gptq, Scheme(4, 128)),
-    "gptq symmetric": (gptq() | dict(sym=True), pack_gptq, INT4_32, dict(is_symmetric=True)),
+    "gptq": (gptq(), partial(quantize, pack_gptq, INT4_32)),
+    "gptq 8 bits": (gptq(8), partial(quantize, pack_gptq, INT8_32)),
+    "gptq whole rows": (gptq(group_size=-1), partial(quantize, pack_gptq, Scheme(4, 128))),
+    "gptq symmetric": (
+        gptq() | dict(sym=True),
+        partial(quantize, pack_gptq, INT4_32, is_symmetric=True),
+    ),
     "gptq without g_idx": (
         gptq(dynamic={"-:.*lm_head.*": {}}),
-        pack_gptq_without_groups,
-        INT4_32,
+        partial(quantize, pack_gptq_without_groups, INT4_32),
     ),
     "awq": (
         dict(quant_method="awq", bits=4, group_size=32, zero_point=True, version="gemm"),
-        pack_awq,
-        INT4_32,
+        partial(quantize, pack_awq, INT4_32),
     ),
-    "compressed": (compressed(), pack_compressed, INT4_32, BFLOAT16),
-    "compressed 8 bits": (compressed(8), pack_compressed, INT8_32, BFLOAT16),
+    "compressed": (compressed(), COMPRESSED),
+    "compressed 8 bits": (
+        compressed(8),
+        partial(quantize, pack_compressed, INT8_32, dtype=torch.bfloat16),
+    ),
     "compressed symmetric": (
         compressed(symmetric=True),
-        partial(pack_compressed, has_zeros=False),
-        INT4_32,
-        dict(BFLOAT16, is_symmetric=True),
+        partial(
+            quantize,
+            partial(pack_compressed, has_zeros=False),
+            INT4_32,
+            dtype=torch.bfloat16,
+            is_symmetric=True,
+        ),
     ),
+    # These become floats. With desc_act a group has any inputs, which no QuantizedWeight holds.
+    "gptq scattered": (gptq(desc_act=True), quantize_scattered),
+    "fp8": (FP8, quantize_to_fp8),
 }
 PLAIN = {"enable_kernels": False}
 TWO_RANKS = {"tensor_parallel_size": 2}
@@ -194,6 +209,7 @@ TWO_RANKS = {"tensor_parallel_size": 2}
     "family, name, part, options",
     [
         *product(["qwen3"], FORMATS, [""], [{}, PLAIN]),
+        ("qwen3", "gptq scattered", "", {"quantization": "int4"}),  # quantizes the floats
         # One tensor has the rows of q_proj, k_proj and v_proj, and another those of gate and up.
         *product(["phi4"], ["gptq", "awq", "compressed"], [""], [{}, TWO_RANKS]),
         # Experts, a router, and layers with biases.
@@ -201,20 +217,27 @@ TWO_RANKS = {"tensor_parallel_size": 2}
         ("opt", "awq", "", {}),
         ("opt-350m", "gptq", "", PLAIN),
         ("qwen3-moe", "awq", "", PLAIN),
+        ("qwen3-moe", "gptq scattered", "", {}),
+        ("qwen3-moe", "fp8", "", {}),
         ("qwen3.5-moe", "gptq", "", {}),
+        ("qwen3.5-moe", "fp8", "", TWO_RANKS),  # which share a block
         ("qwen3-next", "awq", "", PLAIN),
+        ("qwen3-next", "fp8", "", {}),
         # The names of tensors decide what is quantized. Lists of exceptions in config.json were
         # misread (sglang #33759, #20370, vLLM #22017, vLLM-omni #5573).
         *product(["qwen3-next"], ["gptq", "compressed"], PARTS, [{}]),
         *product(["qwen3.5-moe"], ["awq"], PARTS, [{}]),
     ],
 )
-def test_codes_of_a_checkpoint_are_kept(tmp_path, family, name, part, options):
-    sizes = SIZES if family in ("qwen3", "phi4") else {}
-    stored, floats = make_twice(tmp_path, family, **sizes)
+def test_stored_codes_give_the_tokens_of_their_weights(tmp_path, family, name, part, options):
+    stored, floats = tmp_path / "stored", tmp_path / "floats"
+    sizes = {} if part else SIZES
+    make_family(stored, family, **(FP8_SIZES if name == "fp8" else sizes))
+    shutil.copytree(stored, floats)
     dequantized = convert(stored, *FORMATS[name], part=part)
     edit_weights(floats, lambda weights: weights.update(dequantized))
-    assert tokens_of(stored, **options) == tokens_of(floats)
+    expected = tokens_of(floats, quantization=options.get("quantization"))
+    assert tokens_of(stored, **options) == expected
 
 
 @pytest.mark.parametrize("order", [torch.clone, scatter])
@@ -237,57 +260,6 @@ def test_zeros_of_gptq_take_all_values(tmp_path, bits, offset, version, order):
     weight = format.read(TensorFiles(tmp_path), UP, [32, 128])
     full = weight if order is scatter else weight.dequantize()
     assert torch.equal(full, order(stored.dequantize()))
-
-
-@pytest.mark.parametrize("family", ["qwen3", "qwen3-moe"])
-def test_inputs_of_scattered_groups_become_floats(tmp_path, family):
-    """With desc_act a group has any inputs, which no QuantizedWeight holds.
-
-    The option can quantize the floats.
-    """
-    stored, floats = make_twice(tmp_path, family, **SIZES)
-    in_order = convert(stored, gptq(desc_act=True), pack_scattered, INT4_32)
-    dequantized = {name: scatter(full) for name, full in in_order.items()}
-    edit_weights(floats, lambda weights: weights.update(dequantized))
-    for option in (None, "int4"):
-        assert tokens_of(stored, quantization=option) == tokens_of(floats, quantization=option)
-
-
-def convert_to_fp8(directory):
-    """Store projections in blocks of 128 x 128. Return their dequantized weights.
-
-    Routers, and the projections of beta and decay, stay floats, as in releases.
-    """
-    dequantized = {}
-
-    def edit(weights):
-        for name in [name for name in weights if name.endswith(PROJECTIONS)]:
-            if name.endswith("mlp.gate.weight"):
-                continue
-            weight = weights.pop(name)
-            sizes = [-(-size // 128) for size in weight.shape]
-            factors = torch.rand(sizes) + 0.5
-            spread = factors.repeat_interleave(128, 0).repeat_interleave(128, 1)
-            spread = spread[: weight.shape[0], : weight.shape[1]]
-            weights[name] = (weight / spread).to(torch.float8_e4m3fn)
-            weights[f"{name}_scale_inv"] = factors
-            dequantized[name] = weights[name].float() * spread
-
-    edit_weights(directory, edit)
-    edit_config(directory, quantization_config=FP8)
-    return dequantized
-
-
-@pytest.mark.parametrize(
-    "family, size", [("qwen3", 2), ("qwen3-moe", 1), ("qwen3.5-moe", 2), ("qwen3-next", 1)]
-)
-def test_fp8_blocks_become_floats(tmp_path, family, size):
-    """Ranks may share a block."""
-    sizes = dict(hidden_size=160, intermediate_size=144, moe_intermediate_size=200)
-    stored, floats = make_twice(tmp_path, family, **sizes)
-    dequantized = convert_to_fp8(stored)
-    edit_weights(floats, lambda weights: weights.update(dequantized))
-    assert tokens_of(stored, tensor_parallel_size=size) == tokens_of(floats)
 
 
 @pytest.mark.parametrize(
@@ -340,7 +312,8 @@ def test_ranks_do_not_share_groups(checkpoint):
     o_proj = "model.layers.0.self_attn.o_proj.weight"
     check(f"128 inputs of {o_proj}, which has 64: use fewer ranks", quantization="int8")
     down_proj = "model.layers.0.mlp.down_proj.weight"
-    convert(checkpoint, gptq(group_size=128), pack_gptq, Scheme(4, 128), part="down_proj")
+    wide = partial(quantize, pack_gptq, Scheme(4, 128))
+    convert(checkpoint, gptq(group_size=128), wide, part="down_proj")
     check(f"128 inputs of {down_proj}, which has 128: use fewer ranks")
 
 
@@ -407,12 +380,7 @@ DAMAGES = [
 @pytest.mark.parametrize("name, part, damage, complaint", DAMAGES)
 def test_damaged_parts_are_named(checkpoint, name, part, damage, complaint):
     """So is the file of each. Without a `damage`, the part is missing."""
-    if name == "fp8":
-        convert_to_fp8(checkpoint)
-    elif name == "gptq scattered":
-        convert(checkpoint, gptq(desc_act=True), pack_scattered, INT4_32)
-    else:
-        convert(checkpoint, *FORMATS[name])
+    convert(checkpoint, *FORMATS[name])
     key = f"{UP}.{part}"
 
     def edit(weights):

@@ -124,10 +124,6 @@ FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "gemma3": (Gemma3TextConfig, GEMMA3),
     "gemma3-untied": (Gemma3TextConfig, GEMMA3_UNTIED),
     "granite": (GraniteConfig, GRANITE),
-    "granite-untied": (
-        GraniteConfig,
-        dict(GRANITE, tie_word_embeddings=False, attention_bias=True, mlp_bias=True),
-    ),
     "olmo2": (Olmo2Config, dict(tie_word_embeddings=False)),
     "olmo2-one-kv-head": (Olmo2Config, dict(num_key_value_heads=1, attention_bias=True)),
     "olmo3": (Olmo3Config, OLMO3),

@@ -15,13 +15,6 @@ from transformers import (
 from nanovllm.checkpoints.checkpoint import read_config
 from nanovllm.models.architectures import read_spec
 
-ARCHITECTURES = {
-    LlamaConfig: "LlamaForCausalLM",
-    MistralConfig: "MistralForCausalLM",
-    MinistralConfig: "MinistralForCausalLM",
-    Qwen2Config: "Qwen2ForCausalLM",
-    Qwen3MoeConfig: "Qwen3MoeForCausalLM",
-}
 FULL, SLIDING = "full_attention", "sliding_attention"
 MAX_LEN = 8192
 TWICE_AS_LONG = dict(rope_type="linear", rope_theta=1e4, factor=2.0)
@@ -31,7 +24,8 @@ LATE = dict(use_sliding_window=True, sliding_window=8, max_window_layers=2)
 def read(family, **changes):
     """Read the spec of a model with 3 layers and up to MAX_LEN positions."""
     settings = dict(num_hidden_layers=3, max_position_embeddings=MAX_LEN, **changes)
-    config = family(architectures=[ARCHITECTURES[family]], **settings)
+    architecture = family.__name__.replace("Config", "ForCausalLM")
+    config = family(architectures=[architecture], **settings)
     return read_spec(config, torch.float32, num_ranks=1)
 
 

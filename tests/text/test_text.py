@@ -126,33 +126,31 @@ def check_stream(tokenizer, token_ids):
 
 @each_tokenizer
 def test_text_grows_to_what_the_tokenizer_says(name):
-    """Special and added tokens within a character can make it contradict itself."""
     rng = random.Random(0)
     tokenizer = TOKENIZERS[name]
-    others = encode(tokenizer, "<s></s><tool>")
     for _ in range(60):
         rare = [chr(rng.randrange(0x80, 0xD800)), chr(rng.randrange(0x10000, 0x20000))]
         token_ids = encode(tokenizer, "".join(rng.choices([*ALPHABET, *rare], k=20)))
         _, is_whole = check_stream(tokenizer, token_ids)
         assert is_whole
-        for token_id in rng.choices(others, k=3):
-            token_ids.insert(rng.randrange(len(token_ids) + 1), token_id)
-        _, is_whole = check_stream(tokenizer, token_ids)
-        assert is_whole or decode(tokenizer, token_ids).count("\ufffd") > 1
 
 
 @each_tokenizer
 def test_tokens_that_are_no_text(name):
-    """Invalid bytes, parts of words, special tokens. Strides change nothing."""
+    """Invalid bytes, parts of words, and special tokens within a character. Strides change nothing.
+
+    A tokenizer can contradict itself.
+    """
     rng = random.Random(0)
     tokenizer = TOKENIZERS[name]
     vocabulary = list(tokenizer.get_vocab().values())
     few = byte_ids(name, b"\xf0\x9f\x98\x80\xc3\xa9\xff") or vocabulary
-    for _ in range(60):
-        choices = rng.choice([vocabulary, few, [*vocabulary[:3], *few]])
+    special = encode(tokenizer, "<s></s><tool>")
+    for _ in range(90):
+        choices = rng.choice([vocabulary, few, [*special, *few]])
         token_ids = rng.choices(choices, k=rng.randrange(1, 120))
         shown, is_whole = check_stream(tokenizer, token_ids)
-        assert is_whole or name in ("llama", "gemma", "byt5")
+        assert is_whole or name == "byt5" or decode(tokenizer, token_ids).count("\ufffd") > 1
         reader = Detokenizer(tokenizer, [])
         for end in sorted(rng.sample(range(1, len(token_ids) + 1), len(token_ids) // 4)):
             assert reader.read(token_ids[:end], is_last=False) == shown[end - 1]
