@@ -1,4 +1,4 @@
-"""SmolLM3, Granite, OLMo and Phi: options, log probabilities, kernels, and longrope."""
+"""SmolLM3, Granite, OLMo and Phi: log probabilities, kernels, and longrope."""
 
 import pytest
 import torch
