@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import make_checkpoint, make_shape
+from conftest import edit_config, make_checkpoint, make_shape
 from project_helpers import ROOT, reject, start
 from transformers import Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig
 
@@ -49,7 +49,7 @@ SMALL_SHAPE = {
 QWEN3 = Qwen3Config(**SMALL_SHAPE, architectures=["Qwen3ForCausalLM"])
 REQUESTS = [Request([1, 2, 3, 4], 3), Request([1, 2], 2)]
 CPU = torch.device("cpu")
-BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
+BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 
 
 @pytest.fixture(autouse=True)
@@ -311,9 +311,7 @@ def test_roofline_counts_what_the_option_quantizes():
 
 def test_the_dtype_is_the_stored_one_if_the_config_has_none(tmp_path):
     make_checkpoint(tmp_path, dtype=BFLOAT16)
-    path = tmp_path / "config.json"
-    config = json.loads(path.read_text())
-    path.write_text(json.dumps({**config, "dtype": None, "torch_dtype": None}))
+    edit_config(tmp_path, dtype=None, torch_dtype=None)
     args = make_parser().parse_args([*SIZES, "--model", str(tmp_path)])
     workload = choose_workload(args)
     (setting,) = make_settings(args, workload, str(tmp_path / "unused")).values()
@@ -324,10 +322,8 @@ def test_the_dtype_is_the_stored_one_if_the_config_has_none(tmp_path):
     "dtype, rates, fastest",  # rates: FLOP/s of small and of large GEMMs in each dtype
     [
         (BFLOAT16, {BFLOAT16: (6e8, 6e8), FLOAT32: (5e10, 7e10)}, FLOAT32),
-        (BFLOAT16, {BFLOAT16: (6e11, 8e11), FLOAT32: (1e11, 1e11)}, BFLOAT16),
         (FLOAT32, {BFLOAT16: (6e11, 8e11), FLOAT32: (1e11, 1e11)}, FLOAT32),
         (BFLOAT16, {BFLOAT16: (6e10, 8e11), FLOAT32: (5e10, 7e10)}, BFLOAT16),
-        (FLOAT16, {FLOAT16: (4e10, 6e10), FLOAT32: (5e10, 7e10)}, FLOAT32),
     ],
 )
 def test_peak_flops_are_those_of_the_fastest_dtype(dtype, rates, fastest, monkeypatch):
@@ -387,12 +383,6 @@ def skip_a_row(query, *arguments):
     return output
 
 
-def zero_a_head(query, *arguments):
-    output = reference.attend(query, *arguments)
-    output[-1, -1] = 0.0
-    return output
-
-
 def shift_slots(key, value, kv_cache, slot_mapping):
     reference.store_kvcache(key, value, kv_cache, slot_mapping.roll(1))
 
@@ -408,7 +398,6 @@ def store_too_much(key, value, kv_cache, slot_mapping):
     "query_len, dtype, name, kernel, complaint",
     [
         (1, FLOAT32, "attend", skip_a_row, "error of nan"),
-        (40, BFLOAT16, "attend", zero_a_head, "error of"),
         (40, FLOAT32, "store_kvcache", shift_slots, "error of"),
         (1, BFLOAT16, "store_kvcache", store_too_much, "slot_mapping"),
     ],
@@ -420,20 +409,3 @@ def test_wrong_kernels_are_detected(query_len, dtype, name, kernel, complaint):
     wrong = SimpleNamespace(**{**vars(reference), "NAME": "wrong", name: kernel})
     with pytest.raises(RuntimeError, match=f"wrong: .*{complaint}"):
         compare_with_torch(wrong, make_shape(), shape, CPU, dtype, tolerance)
-
-
-@pytest.mark.parametrize("query_len", [1, 40])
-def test_decodes_and_prefills_are_timed_apart(query_len):
-    """Triton has a kernel for decodes and one for longer queries. A batch launches one of them."""
-    seen = []
-
-    def attend(query, kv_cache, batch, shape):
-        seen.append(batch)
-        return reference.attend(query, kv_cache, batch, shape)
-
-    backend = SimpleNamespace(**{**vars(reference), "attend": attend})
-    shape = BatchShape(2, 40, query_len, block_size=16)
-    compare_with_torch(backend, make_shape(), shape, CPU, FLOAT32, TOLERANCES["float32"])
-    (batch,) = seen
-    assert batch.max_seqlen_q == query_len
-    assert len(batch.long_queries) == (2 if query_len > 1 else 0)

@@ -4,8 +4,10 @@ They run with small models, and with a sixteenth of their tokens.
 """
 
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -99,12 +101,12 @@ def test_context_of_llama_bench_is_computed_before(run):
 
 def test_models_are_compared_with_their_own_rooflines(run, monkeypatch, tmp_path):
     """A layer with full attention reads the whole context, and one with a window does not."""
-    windows = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 16}
-    for name, changes in (("full", {"layer_types": ["full_attention"] * 2}), ("windows", windows)):
-        make_checkpoint(
-            tmp_path / name, family=Gemma3TextConfig, max_position_embeddings=2048, **changes
-        )
     models = (str(tmp_path / "full"), str(tmp_path / "windows"))
+    for model, kind in zip(models, ("full_attention", "sliding_attention")):
+        options = {"layer_types": [kind] * 2, "sliding_window": 16}
+        make_checkpoint(
+            Path(model), family=Gemma3TextConfig, max_position_embeddings=2048, **options
+        )
     workload = WORKLOADS["llama-bench-depth"]._replace(models=models)
     monkeypatch.setitem(WORKLOADS, "llama-bench-depth", workload)
     report, _ = run("llama-bench-depth", "--set", "device=cpu")
@@ -138,24 +140,20 @@ def test_workloads_fit_their_models(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arguments, complaints",
+    "arguments, complaint",
     [
+        ("--workload llama-bench --num-seqs 3", "--workload llama-bench.*--num-seqs"),
+        ("--workload moe --request-rate 2", "--workload moe.*--request-rate"),
+        ("--workload moe --token-budget 8", "--token-budget.*--request-rate"),
         (
-            ["--workload", "llama-bench", "--num-seqs", "3"],
-            ["--workload llama-bench", "--num-seqs"],
-        ),
-        (["--workload", "moe", "--request-rate", "2"], ["--workload moe", "--request-rate"]),
-        (["--workload", "moe", "--token-budget", "8"], ["--token-budget", "--request-rate"]),
-        (
-            ["--workload", "multi-turn", "--set", "enable_prefix_caching=False"],
-            ["--workload multi-turn", "enable_prefix_caching"],
+            "--workload multi-turn --set enable_prefix_caching=False",
+            "--workload multi-turn.*enable_prefix_caching",
         ),
     ],
 )
-def test_options_that_a_workload_fixes_are_rejected(arguments, complaints, capsys):
-    message = reject(capsys, main, [*arguments, *TINY])
-    for complaint in complaints:
-        assert complaint in message
+def test_options_that_a_workload_fixes_are_rejected(arguments, complaint, capsys):
+    message = reject(capsys, main, [*arguments.split(), *TINY])
+    assert re.search(complaint, message, flags=re.DOTALL)
 
 
 # --- What every run reports

@@ -32,7 +32,6 @@ LLAMA3 = dict(
     low_freq_factor=1.0,
     high_freq_factor=4.0,
 )
-LINEAR = dict(rope_type="linear", rope_theta=1e4, factor=4.0)
 YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64)
 YARN_SCALES = dict(beta_fast=16.0, truncate=False, mscale=0.7, mscale_all_dim=0.3)
 LONGROPE = dict(
@@ -118,22 +117,13 @@ FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
         LlamaConfig,
         dict(head_dim=6, rope_parameters=dict(LONGROPE, original_max_position_embeddings=256)),
     ),
-    "llama-linear": (LlamaConfig, dict(rope_parameters=LINEAR)),
-    "llama-yarn": (LlamaConfig, dict(rope_parameters=YARN)),
     "llama-yarn-scales": (LlamaConfig, dict(rope_parameters=YARN | YARN_SCALES)),
     "mistral": (MistralConfig, dict(sliding_window=None)),
-    "mistral-wide-window": (MistralConfig, dict(sliding_window=4096)),
     "mistral-window": (MistralConfig, dict(sliding_window=8)),
-    "ministral": (MinistralConfig, dict(layer_types=["full_attention"] * 2)),
-    "ministral-wide-window": (MinistralConfig, dict(sliding_window=4096)),
     "ministral-windows": (MinistralConfig, dict(sliding_window=13, layer_types=MIXED_WINDOWS)),
     "gemma3": (Gemma3TextConfig, GEMMA3),
     "gemma3-untied": (Gemma3TextConfig, GEMMA3_UNTIED),
     "granite": (GraniteConfig, GRANITE),
-    "granite-untied": (
-        GraniteConfig,
-        dict(GRANITE, tie_word_embeddings=False, attention_bias=True, mlp_bias=True),
-    ),
     "olmo2": (Olmo2Config, dict(tie_word_embeddings=False)),
     "olmo2-one-kv-head": (Olmo2Config, dict(num_key_value_heads=1, attention_bias=True)),
     "olmo3": (Olmo3Config, OLMO3),

@@ -9,23 +9,12 @@ from transformers import (
     MinistralConfig,
     MistralConfig,
     Qwen2Config,
-    Qwen3_5TextConfig,
-    Qwen3Config,
     Qwen3MoeConfig,
 )
 
 from nanovllm.checkpoints.checkpoint import read_config
 from nanovllm.models.architectures import read_spec
 
-ARCHITECTURES = {
-    LlamaConfig: "LlamaForCausalLM",
-    MistralConfig: "MistralForCausalLM",
-    MinistralConfig: "MinistralForCausalLM",
-    Qwen2Config: "Qwen2ForCausalLM",
-    Qwen3Config: "Qwen3ForCausalLM",
-    Qwen3MoeConfig: "Qwen3MoeForCausalLM",
-    Qwen3_5TextConfig: "Qwen3_5ForCausalLM",
-}
 FULL, SLIDING = "full_attention", "sliding_attention"
 MAX_LEN = 8192
 TWICE_AS_LONG = dict(rope_type="linear", rope_theta=1e4, factor=2.0)
@@ -35,14 +24,14 @@ LATE = dict(use_sliding_window=True, sliding_window=8, max_window_layers=2)
 def read(family, **changes):
     """Read the spec of a model with 3 layers and up to MAX_LEN positions."""
     settings = dict(num_hidden_layers=3, max_position_embeddings=MAX_LEN, **changes)
-    config = family(architectures=[ARCHITECTURES[family]], **settings)
+    architecture = family.__name__.replace("Config", "ForCausalLM")
+    config = family(architectures=[architecture], **settings)
     return read_spec(config, torch.float32, num_ranks=1)
 
 
 @pytest.mark.parametrize(
     "family, changes, windows",
     [
-        (LlamaConfig, {}, [None] * 3),
         (MistralConfig, {}, [4096] * 3),  # the default of its class
         (MistralConfig, dict(sliding_window=MAX_LEN - 1), [MAX_LEN - 1] * 3),
         (MistralConfig, dict(sliding_window=MAX_LEN), [None] * 3),
@@ -51,14 +40,7 @@ def read(family, **changes):
             dict(sliding_window=MAX_LEN, rope_parameters=TWICE_AS_LONG),
             [MAX_LEN] * 3,
         ),
-        (
-            MinistralConfig,
-            dict(sliding_window=8, layer_types=[SLIDING, FULL, SLIDING]),
-            [8, None, 8],
-        ),
-        (Qwen2Config, LATE, [None, None, 8]),
         (Qwen2Config, {**LATE, "layer_types": [SLIDING, FULL, FULL]}, [8, None, None]),
-        (Qwen3Config, {**LATE, "max_window_layers": 0}, [8] * 3),
         (Qwen3MoeConfig, LATE, [8] * 3),  # it has no max_window_layers
     ],
     ids=str,
@@ -69,7 +51,8 @@ def test_windows(family, changes, windows):
     assert [spec.attention_shape(layer).window for layer in range(3)] == windows
 
 
-def test_mistral_with_layer_types_is_ministral(tmp_path):
+@pytest.mark.parametrize("layer_types, windows", [(None, (8, 8)), ([SLIDING, FULL], (8, None))])
+def test_mistral_with_layer_types_is_ministral(tmp_path, layer_types, windows):
     """transformers reads config.json of such models by another class."""
     config = {
         "architectures": ["MistralForCausalLM"],
@@ -77,11 +60,10 @@ def test_mistral_with_layer_types_is_ministral(tmp_path):
         "num_hidden_layers": 2,
         "sliding_window": 8,
     }
+    if layer_types is not None:
+        config["layer_types"] = layer_types
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert read_spec(read_config(tmp_path), torch.float32, num_ranks=1).windows == (8, 8)
-    config["layer_types"] = [SLIDING, FULL]
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert read_spec(read_config(tmp_path), torch.float32, num_ranks=1).windows == (8, None)
+    assert read_spec(read_config(tmp_path), torch.float32, num_ranks=1).windows == windows
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,7 @@ TOKENIZERS = {
     "unigram": unigram(),
     "byt5": ByT5Tokenizer(),  # in Python; leaves out what is no text
 }
+DECODE = Detokenizer._decode
 each_tokenizer = pytest.mark.parametrize("name", TOKENIZERS)
 
 
@@ -97,9 +98,9 @@ def byte_ids(name, data):
     return TOKENIZERS[name].convert_tokens_to_ids([names[name][byte] for byte in data])
 
 
-def stream(tokenizer, token_ids, prompt=()):
+def stream(tokenizer, token_ids, prompt=(), hidden_ids=None):
     """The text shown after each token, and at the end. It must be append-only until then."""
-    reader = Detokenizer(tokenizer, list(prompt))
+    reader = Detokenizer(tokenizer, list(prompt), hidden_ids=hidden_ids)
     ends = range(1, len(token_ids) + 1)
     shown = [reader.read([*prompt, *token_ids[:end]], is_last=False) for end in ends]
     shown.append(reader.read([*prompt, *token_ids], is_last=True))
@@ -125,33 +126,31 @@ def check_stream(tokenizer, token_ids):
 
 @each_tokenizer
 def test_text_grows_to_what_the_tokenizer_says(name):
-    """Special and added tokens within a character can make it contradict itself."""
     rng = random.Random(0)
     tokenizer = TOKENIZERS[name]
-    others = encode(tokenizer, "<s></s><tool>")
     for _ in range(60):
         rare = [chr(rng.randrange(0x80, 0xD800)), chr(rng.randrange(0x10000, 0x20000))]
         token_ids = encode(tokenizer, "".join(rng.choices([*ALPHABET, *rare], k=20)))
         _, is_whole = check_stream(tokenizer, token_ids)
         assert is_whole
-        for token_id in rng.choices(others, k=3):
-            token_ids.insert(rng.randrange(len(token_ids) + 1), token_id)
-        _, is_whole = check_stream(tokenizer, token_ids)
-        assert is_whole or decode(tokenizer, token_ids).count("\ufffd") > 1
 
 
 @each_tokenizer
 def test_tokens_that_are_no_text(name):
-    """Invalid bytes, parts of words, special tokens. Strides change nothing."""
+    """Invalid bytes, parts of words, and special tokens within a character. Strides change nothing.
+
+    A tokenizer can contradict itself.
+    """
     rng = random.Random(0)
     tokenizer = TOKENIZERS[name]
     vocabulary = list(tokenizer.get_vocab().values())
     few = byte_ids(name, b"\xf0\x9f\x98\x80\xc3\xa9\xff") or vocabulary
-    for _ in range(60):
-        choices = rng.choice([vocabulary, few, [*vocabulary[:3], *few]])
+    special = encode(tokenizer, "<s></s><tool>")
+    for _ in range(90):
+        choices = rng.choice([vocabulary, few, [*special, *few]])
         token_ids = rng.choices(choices, k=rng.randrange(1, 120))
         shown, is_whole = check_stream(tokenizer, token_ids)
-        assert is_whole or name in ("llama", "gemma", "byt5")
+        assert is_whole or name == "byt5" or decode(tokenizer, token_ids).count("\ufffd") > 1
         reader = Detokenizer(tokenizer, [])
         for end in sorted(rng.sample(range(1, len(token_ids) + 1), len(token_ids) // 4)):
             assert reader.read(token_ids[:end], is_last=False) == shown[end - 1]
@@ -181,20 +180,13 @@ def test_text_continues_the_prompt(name, length):
 def test_special_tokens_can_be_text(name):
     tokenizer = TOKENIZERS[name]
     special = Vocabulary(tokenizer).special_ids
-    token_ids = encode(tokenizer, "a the<s> cat</s>\u4f60")
-
-    def read(hidden_ids):
-        reader = Detokenizer(tokenizer, token_ids[:1], (), hidden_ids)
-        shown = [reader.read(token_ids[:end], False) for end in range(1, len(token_ids) + 1)]
-        shown.append(reader.read(token_ids, True))
-        assert all(after.startswith(before) for before, after in pairwise(shown))
-        return shown
-
-    assert read(frozenset(special)) == read(None)
+    first, *others = encode(tokenizer, "a the<s> cat</s>\u4f60")
     end = tokenizer.eos_token_id
     assert end in special
-    assert "</s>" in read(frozenset(special - {end}))[-1]
-    assert "</s>" not in read(None)[-1]
+    without_special = stream(tokenizer, others, [first])
+    assert stream(tokenizer, others, [first], frozenset(special)) == without_special
+    assert "</s>" not in without_special[-1]
+    assert "</s>" in stream(tokenizer, others, [first], frozenset(special - {end}))[-1]
 
 
 @settings(max_examples=400, deadline=None, derandomize=True)
@@ -231,7 +223,7 @@ def test_any_bytes_only_grow_to_what_the_tokenizer_says(data, split, stops):
             break
 
 
-def pathological(name, length):
+def make_pathological(name, length):
     """Streams that keep tokens pending for long: those whose text is kept, and others."""
     tokenizer = TOKENIZERS[name]
     special = encode(tokenizer, "<s></s>") * (length // 2)
@@ -254,26 +246,16 @@ def pathological(name, length):
 def test_each_token_is_decoded_a_bounded_number_of_times(name, length):
     """A character or a space can be lost only after more than MAX_PENDING tokens."""
     tokenizer = TOKENIZERS[name]
-    kept, others = pathological(name, length)
+    kept, others = make_pathological(name, length)
     for token_ids in kept + others:
-        reader = Detokenizer(tokenizer, [])
-        shown = ""
-        given = []
-        with patch.object(reader, "_decode", side_effect=reader._decode) as calls:
-            for token_id in token_ids:
-                given.append(token_id)
-                before = shown
-                shown = reader.read(given, is_last=False)
-                assert shown.startswith(before)
-        sizes = [len(call.args[0]) for call in calls.call_args_list]
+        with patch.object(Detokenizer, "_decode", autospec=True, side_effect=DECODE) as calls:
+            *_, shown, last = stream(tokenizer, token_ids)
+        sizes = [len(call.args[1]) for call in calls.call_args_list[:-1]]  # the last one is final
         assert max(sizes) <= 100
         assert sum(sizes) <= 60 * len(token_ids)
-        last = reader.read(token_ids, is_last=True)
         whole = decode(tokenizer, token_ids)
-        assert last.startswith(shown)
         assert (last == whole) == whole.startswith(shown)
-        if token_ids in kept or length < 10:
-            assert last == whole
+        assert last == whole or (token_ids in others and length > 9)
 
 
 # --- stop strings
@@ -345,8 +327,6 @@ def test_a_token_that_cannot_be_decoded_becomes_a_replacement_character(name):
             shown = ""
             expected = ""
             for piece in [encode(tokenizer, text) for text in rng.choices(texts, k=6)]:
-                if "\ufffd" in decode(tokenizer, piece):
-                    continue  # no token for one of these characters
                 good += piece
                 token_ids += [*piece, BAD]
                 text = reader.read(good, is_last=False)
@@ -361,17 +341,16 @@ def test_a_token_that_cannot_be_decoded_becomes_a_replacement_character(name):
             assert stream(tokenizer, rest)[-1].replace(" ", "") == "\ufffd" * 2 + "a"
 
 
-@pytest.mark.parametrize("error", [TimeoutError, MemoryError])
-def test_an_exception_that_the_tokenizer_does_not_raise_again_is_not_its_own(error):
+def test_an_exception_that_the_tokenizer_does_not_raise_again_is_not_its_own():
     """Such as that of a signal handler. Nothing of the text is lost."""
     tokenizer = TOKENIZERS["byte-level"]
     token_ids = encode(tokenizer, "the cat")
     original = tokenizer.decode
     for num_calls in range(4):
         reader = Detokenizer(tokenizer, [])
-        effects = [*[DEFAULT] * num_calls, error, *[DEFAULT] * 30]
+        effects = [*[DEFAULT] * num_calls, TimeoutError, *[DEFAULT] * 30]
         failing = patch.object(tokenizer, "decode", wraps=original, side_effect=effects)
-        with failing, pytest.raises(error):
+        with failing, pytest.raises(TimeoutError):
             reader.read(token_ids, is_last=False)
         assert reader.read(token_ids, is_last=True) == "the cat"
 

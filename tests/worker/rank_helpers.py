@@ -4,10 +4,13 @@ import gc
 import os
 import sys
 from glob import glob
+from queue import SimpleQueue
+from threading import Thread
 
 import psutil
 
 from nanovllm import LLM
+from nanovllm.worker.executor import MultiRankExecutor
 from nanovllm.worker.rank_process import run_rank
 from nanovllm.worker.worker import Worker
 
@@ -27,6 +30,18 @@ def check_nothing_is_left():
         gc.collect()  # takes 0.3 seconds
     assert find_ranks() == []
     assert set(glob("/dev/shm/*")) - set(glob("/dev/shm/sem.*")) <= set(before)
+
+
+def make_executor(worker):
+    """Make rank 0's part of an executor, without processes."""
+    executor = object.__new__(MultiRankExecutor)
+    executor.stop_reason = None
+    executor.processes = {}
+    executor.tasks = SimpleQueue()
+    executor.worker = worker
+    executor.thread = Thread(target=executor._run_tasks, daemon=True)
+    executor.thread.start()
+    return executor
 
 
 def serve_and_fail(*args):

@@ -2,9 +2,9 @@
 
 import subprocess
 import sys
-from pathlib import Path
 from select import select
 
+import psutil
 import pytest
 import torch
 from conftest import make_checkpoint
@@ -26,12 +26,10 @@ sys.stdin.readline()
 """
 
 
-def read_anonymous_memory(pid):
+def read_anonymous_memory(process):
     """Bytes that are not pages of a file, which the system can drop."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("RssAnon"):
-            return int(line.split()[1]) * 1024
-    raise ValueError(f"process {pid} has no RssAnon")
+    info = process.memory_info()
+    return info.rss - info.shared
 
 
 @pytest.fixture(scope="module")
@@ -66,15 +64,15 @@ def test_a_weight_is_in_memory_once(checkpoint, option, head_bytes, layer_bytes)
 
     command = [sys.executable, "-c", LOAD, str(checkpoint), option]
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    with subprocess.Popen(command, **pipes) as process:
+    with psutil.Popen(command, **pipes) as process:
         assert process.stdout.readline() == "ready\n"
-        before = peak = read_anonymous_memory(process.pid)
+        before = peak = read_anonymous_memory(process)
         process.stdin.write("\n")
         process.stdin.flush()
         while not select([process.stdout], [], [], 0.001)[0]:
-            peak = max(peak, read_anonymous_memory(process.pid))
+            peak = max(peak, read_anonymous_memory(process))
         assert process.stdout.readline() == "loaded\n"
-        final = read_anonymous_memory(process.pid)
+        final = read_anonymous_memory(process)
         process.stdin.write("\n")
     assert final - before < weights + OTHERS
     assert peak - before < weights + largest + OTHERS

@@ -5,47 +5,34 @@ import signal
 import sys
 import threading
 import time
-from queue import SimpleQueue
 from unittest.mock import MagicMock
 
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import (
-    Oracle,
     check_invariants,
     generate_ids,
     greedy,
-    make_checkpoint,
     random_prompt,
 )
-from rank_helpers import check_nothing_is_left, find_ranks
+from rank_helpers import check_nothing_is_left, find_ranks, make_executor
 
 from nanovllm import SamplingParams
 from nanovllm.layers.tensor_parallel import FIRST_PART
 from nanovllm.worker import executor as executor_module
-from nanovllm.worker.executor import MultiRankExecutor
 from nanovllm.worker.process_groups import Place, connect
 
 nothing_is_left = pytest.fixture(autouse=True)(check_nothing_is_left)
 PROMPT = random_prompt(3, 9)
-SHAPES = {
-    "gqa": dict(),  # 4 heads, 2 KV heads, tied embeddings, an odd vocabulary
-    "mqa": dict(num_key_value_heads=1, attention_bias=True, tie_word_embeddings=False),
-}
 
 
-@pytest.mark.parametrize(
-    "name, size, enable_kernels", [("gqa", 4, True), ("mqa", 2, True), ("mqa", 2, False)]
-)
-def test_tokens_match_transformers(tmp_path, make_llm, name, size, enable_kernels):
-    """Cold and from a warm cache, in chunks, and after preemptions."""
-    oracle = Oracle(make_checkpoint(tmp_path, **SHAPES[name]))
+def test_four_ranks_match_transformers(tiny, make_llm):
+    """Cold and from a warm cache, in chunks, and after preemptions. Two ranks share a KV head."""
     prompts = [random_prompt(length, length) for length in (1, 3, 4, 5, 17, 33)]
-    expected = [oracle(prompt, 10) for prompt in prompts]
+    expected = [tiny[1](prompt, 10) for prompt in prompts]
     options = {"num_kvcache_blocks": 20, "max_num_batched_tokens": 12}
-    options |= {"enable_kernels": enable_kernels, "tensor_parallel_size": size}
-    with make_llm(str(tmp_path), **options) as llm:
+    with make_llm(**options, tensor_parallel_size=4) as llm:
         for _ in range(2):
             assert generate_ids(llm, prompts, greedy(10)) == expected
             check_invariants(llm)
@@ -55,13 +42,7 @@ def test_tokens_match_transformers(tmp_path, make_llm, name, size, enable_kernel
 
 def test_samples_are_the_same_on_any_number_of_ranks(make_llm):
     prompts = [random_prompt(seed, 5 + 3 * seed) for seed in range(4)]
-    penalties = dict(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.2)
-    params = [
-        SamplingParams(seed=7),
-        SamplingParams(top_k=9, top_p=0.8, min_p=0.02, n=3),
-        SamplingParams(temperature=0.7, **penalties),
-        SamplingParams(temperature=1.5, min_tokens=4, stop_token_ids=list(range(40))),
-    ]
+    params = SamplingParams(top_k=9, repetition_penalty=1.3, n=3)
     token_ids = []
     for size in (1, 2):
         with make_llm(tensor_parallel_size=size) as llm:
@@ -116,10 +97,7 @@ def test_ranks_stay_in_step_after_interrupts(tiny, make_llm):
 
 def test_an_interrupt_anywhere_in_a_call_does_not_block_the_next_one(monkeypatch):
     """Not even between the steps of a lock that is written in Python, such as Condition."""
-    executor = object.__new__(MultiRankExecutor)
-    executor.tasks = SimpleQueue()
-    threading.Thread(target=executor._run_tasks, daemon=True).start()
-    executor.thread = None
+    executor = make_executor(None)
     num_checks = itertools.count()
 
     def give_up():

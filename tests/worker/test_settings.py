@@ -151,33 +151,23 @@ def test_the_device_is_the_current_gpu_or_the_ranks(
         assert str(find_device(name, local_rank)) == expected
 
 
-def test_exit_leaves_no_memory_to_the_garbage_collector(make_llm):
-    """The memory is free when exit returns, although the caller still has the engine."""
+@pytest.mark.parametrize("is_exited", [True, False])
+def test_memory_is_freed_without_a_garbage_collection(make_llm, is_exited):
+    """When exit returns, although the caller still has the engine, or with its last reference."""
     llm = make_llm(max_num_seqs=4)
     generate_ids(llm, PROMPTS, SamplingParams(repetition_penalty=1.3, max_tokens=3))
-    runner = llm.model_runner
-    worker = runner.executor.worker
+    worker = llm.executor.worker
     tensors = [*worker.kv_caches, *worker.model.parameters()]
     references = [weakref.ref(tensor) for tensor in tensors]
+    del worker, tensors
     gc.collect()
     gc.disable()
     try:
-        del runner, worker, tensors
-        llm.exit()
+        if is_exited:
+            llm.exit()
+        else:
+            del llm
         assert all(reference() is None for reference in references)
-    finally:
-        gc.enable()
-
-
-def test_an_engine_is_freed_with_its_last_reference(make_llm):
-    """Without a garbage collection, which the next engine's memory would have to wait for."""
-    llm = make_llm(device="cpu")
-    reference = weakref.ref(llm.scheduler)
-    gc.collect()
-    gc.disable()
-    try:
-        del llm
-        assert reference() is None
     finally:
         gc.enable()
 
