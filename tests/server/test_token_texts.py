@@ -7,7 +7,7 @@ from itertools import chain
 
 import pytest
 from conftest import make_checkpoint
-from server_helpers import parse_body
+from server_helpers import parse_body, write
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -57,7 +57,7 @@ def llm(request, tmp_path_factory):
 
 
 def ask(llm, is_chat=False, **body):
-    """The only choice of a reply."""
+    """The reply to a request, or its chunks."""
     body = {"prompt": "the cat", "seed": 1, "max_tokens": 30, "logprobs": 3, **body}
     if is_chat:
         llm.tokenizer.chat_template = "{{ messages[0].content }}"
@@ -65,25 +65,18 @@ def ask(llm, is_chat=False, **body):
         body |= {"logprobs": True, "top_logprobs": 3}
     [(prompt, params, _)], reply = parse_body(llm, body, is_chat)
     llm.eos_token_ids = frozenset()
-    for output in llm.stream([prompt], params):
-        if reply.stream.is_stream:
-            yield from reply.write_chunk({0: output}).split("\n\n")[:-1]
-        else:
-            reply.newest.update({0: output})
-    if not reply.stream.is_stream:
-        yield reply.write_whole()["choices"][0]
+    return write(reply, llm.stream([prompt], params))
 
 
 def ask_whole(llm, **body):
-    (choice,) = ask(llm, **body)
+    (choice,) = ask(llm, **body)["choices"]
     json.loads(json.dumps(choice, allow_nan=False))
     return choice
 
 
 def ask_stream(llm, **body):
     """The choices of the chunks."""
-    events = ask(llm, stream=True, **body)
-    return [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
+    return [chunk["choices"][0] for chunk in ask(llm, stream=True, **body)]
 
 
 @pytest.mark.parametrize("seed", range(2))
