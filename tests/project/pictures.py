@@ -1,11 +1,10 @@
-"""Draws the course's pictures: python tests/project/pictures.py [NAME ...]
+"""Draws the course's pictures: python tests/project/pictures.py
 
 The docstring of each one is its title and its description for readers who cannot see it. Numbers
-come from runs of the demo model, or from the code that computes them in an engine, except those of
-`budget`, which are recorded. Each run writes the same files.
+come from runs of the demo model, or from the code that computes them in an engine. Each run writes
+the same files. Pictures that show nothing of this kind are only files: budget.svg, chunk_mask.svg.
 """
 
-import sys
 from argparse import Namespace
 from html import escape
 from inspect import getdoc
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from nanovllm import DEMO_MODEL, SamplingParams, StructuredOutputsParams
+from nanovllm import DEMO_MODEL, SamplingParams
 from nanovllm.benchmark.shapes import SHAPES
 from nanovllm.benchmark.workloads import WORKLOADS, make_requests
 from nanovllm.config import Config
@@ -138,25 +137,6 @@ def memory(picture):
     """)
 
 
-def chunk_mask(picture):
-    """The mask of a chunk: 4 queries, 9 keys
-
-    Four rows of nine numbers: 0 up to the query's own position, and -inf after it.
-    """
-    picture.row(140, 48, range(9), "EEEEEAAAA", 66)
-    for query in range(5, 9):
-        y = 26 * query - 52
-        kinds = ("." * (query + 1)).ljust(9, "x")
-        labels = ["-inf" if kind == "x" else "0" for kind in kinds]
-        picture.box(20, y, 110, 22, "A", f"query {query}")
-        picture.row(140, y, labels, kinds, 66)
-    picture.notes("""
-        20 63 key
-        140 202 computed by earlier steps
-        456 202 this chunk: the last query meets the last key
-    """)
-
-
 def prefix_hit(picture):
     """A prefix hit: B begins with the text of A
 
@@ -238,10 +218,10 @@ def grammar(picture):
     another digit or the end may come.
     """
     structured = StructuredOutputs()
-    outputs = StructuredOutputsParams(regex="-?[0-9]+")
+    params = SamplingParams(structured_outputs={"regex": "-?[0-9]+"})
     tokens = ["-", "4", "7", "x", "<|im_end|>"]
     with start_engine(structured) as engine:
-        fields = structured.prepare(SamplingParams(structured_outputs=outputs), 1)
+        fields = structured.prepare(params, 1)
         ids = engine.tokenizer.convert_tokens_to_ids(tokens)
     masks = []
     for num_generated in range(3):
@@ -351,33 +331,6 @@ def ranks(picture):
     """)
 
 
-def budget(picture):
-    """Memory at the start of Qwen3.5-0.8B on a CPU, to scale
-
-    States and blocks share a quarter of what the weights leave. The peak of a step is small beside
-    them, and the rest is for other programs.
-    """
-    # A start with max_num_batched_tokens=2048 printed:
-    #     weights: 1.50 GB
-    #     KV cache: of 4.84 GB (0.25 * 19.34 GB available / 1 ranks), 2.38 GB for states and windows
-    #     of 58 lanes, 2.45 GB for 12473 blocks of 16 = 199568 tokens
-    # The peak is the growth of the process's memory in the largest step.
-    x, y = 20, 92
-    for kind, size, label in (
-        ("A", 1.5, "weights"),
-        ("B", 2.38, "states of 58 sequences, and snapshots"),
-        ("C", 2.45, "12,473 blocks of 16 tokens"),
-        ("D", 0.14, "peak of the largest step, of 2,048 tokens"),
-        (".", 14.37, "for other programs"),
-    ):
-        width = 720 * size / 20.84
-        picture.box(x, 44, width, 26, kind)
-        picture.box(20, y, 70, 20, kind, f"{size} GB")
-        picture.text(100, y + 14, label)
-        x += width
-        y += 24
-
-
 def render(draw):
     title, _, description = getdoc(draw).partition("\n\n")
     picture = Picture()
@@ -385,10 +338,8 @@ def render(draw):
     return SVG.format(picture.height, title, description, "\n".join(picture.parts))
 
 
-PICTURES = (memory, chunk_mask, prefix_hit, draft, grammar, graphs, ranks, budget)
+PICTURES = (memory, prefix_hit, draft, grammar, graphs, ranks)
 
 if __name__ == "__main__":
-    FOLDER.mkdir(exist_ok=True)
     for draw in PICTURES:
-        if draw.__name__ in sys.argv[1:] or len(sys.argv) == 1:
-            (FOLDER / f"{draw.__name__}.svg").write_text(render(draw))
+        (FOLDER / f"{draw.__name__}.svg").write_text(render(draw))
