@@ -1,8 +1,8 @@
-"""Draws the course's pictures: python tests/project/pictures.py
+"""Draws the course's pictures of runs: python tests/project/pictures.py
 
-The docstring of each one is its title and its description for readers who cannot see it. Numbers
-come from runs of the demo model, or from the code that computes them in an engine. Each run writes
-the same files. Pictures that show nothing of this kind are only files: budget.svg, chunk_mask.svg.
+The docstring of each one is its title and its description for readers who cannot see it. What they
+show comes from runs of the demo model and of the block manager. Each run writes the same files. The
+other pictures in the folder show no run, and are only files.
 """
 
 from argparse import Namespace
@@ -10,10 +10,7 @@ from html import escape
 from inspect import getdoc
 from pathlib import Path
 
-import torch
-
 from nanovllm import DEMO_MODEL, SamplingParams
-from nanovllm.benchmark.shapes import SHAPES
 from nanovllm.benchmark.workloads import WORKLOADS, make_requests
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
@@ -23,11 +20,6 @@ from nanovllm.features.speculation.costs import StepCosts
 from nanovllm.features.speculation.drafts import Drafts
 from nanovllm.features.structured_outputs.grammars import StructuredOutputs
 from nanovllm.features.structured_outputs.masks import compute_mask, list_tokens
-from nanovllm.kernels.cuda.graphs import CudaGraphs, Kind
-from nanovllm.layers import attention
-from nanovllm.layers.tensor_parallel import TensorParallel
-from nanovllm.models import weights
-from nanovllm.models.architectures import read_spec
 from nanovllm.trace.tour import OPTIONS, PROMPTS
 
 FOLDER = Path(__file__).parents[2] / "nanovllm/course/pictures"
@@ -249,88 +241,6 @@ def grammar(picture):
     """)
 
 
-def graphs(picture):
-    """Steps in CUDA graphs of fixed sizes
-
-    Five decodes are padded to eight. Two decodes and a chunk of nine tokens are padded to 16
-    tokens, four decodes and one long query.
-    """
-    graphs = object.__new__(CudaGraphs)
-    graphs.largest = Kind(num_tokens=2048, num_decodes=256, num_long_queries=256)
-    for y, tokens, decodes, long in ((62, "ABCDE", "ABCDE", ""), (212, "ABCCCCCCCCC", "AB", "C")):
-        batch = Namespace(input_ids=tokens, context_lens=decodes + long, long_queries=long)
-        kind = graphs.find_kind(batch)
-        padded = tokens.ljust(kind.num_tokens, "x")
-        seqs = decodes.ljust(kind.num_decodes, "x") + long.ljust(kind.num_long_queries, "x")
-        picture.row(140, y, tokens, tokens, 37)
-        picture.row(140, y + 46, padded.replace("x", " "), padded, 37)
-        picture.row(140, y + 72, seqs.replace("x", " "), seqs, 37)
-    sizes = dict.fromkeys(graphs.find_decode(number).num_tokens for number in range(1, 257))
-    picture.text(20, 362, " ".join(map(str, sizes)))
-    picture.notes("""
-        M158,88 V104
-        M158,238 V254
-        20 50 five decodes replay the graph of eight
-        20 77 tokens of the step
-        20 123 static buffer
-        20 149 its sequences
-        170 101 copied to the addresses that the graph reads
-        470 123 padding: slot -1, K/V are not stored
-        20 200 two decodes and a chunk of nine tokens replay the graph of 16 tokens
-        20 227 tokens of the step
-        20 273 static buffer
-        20 299 its sequences
-        400 299 room for four decodes and one long query
-        20 342 sizes of graphs of decodes, up to max_num_seqs = 256
-    """)
-
-
-def ranks(picture):
-    """A layer of Qwen3-0.6B on two ranks: rank 0 in blue, rank 1 in orange
-
-    Rank 0 has the upper half of the embedding, of q, k, v, gate and up, and the left half of o and
-    down. An all-reduce follows the embedding, o and down.
-    """
-    spec = read_spec(SHAPES["qwen3-0.6b"], torch.bfloat16, 2)
-    with torch.device("meta"):
-        model = spec.make_model(attention, TensorParallel(rank=0, size=2))
-    targets = weights._find_targets(model)
-    for place in """
-        embed_tokens 20 60
-        layers.0.self_attn.q_proj 260 60
-        layers.0.self_attn.k_proj 345 60
-        layers.0.self_attn.v_proj 430 60
-        layers.0.self_attn.o_proj 540 60
-        layers.0.mlp.gate_proj 260 246
-        layers.0.mlp.up_proj 345 246
-        layers.0.mlp.down_proj 497 246
-    """.strip().splitlines():
-        name, x, y = place.split()
-        x, y = int(x), int(y)
-        target, *_ = targets[f"model.{name}.weight"]
-        rows, columns = target.full_shape
-        width, height = columns / 24, min(rows / 24, 128)
-        half = (width, height / 2) if target.dim == 0 else (width / 2, height)
-        picture.box(x, y, *half, "A")
-        picture.box(x + width - half[0], y + height - half[1], *half, "B")
-        picture.text(x, y - 6, name.split(".")[-1])
-        picture.text(x, y + height + 16, f"{rows} x {columns}")
-    for x, y in ((118, 70), (664, 70), (664, 256)):
-        picture.box(x, y, 76, 22, "C", "all-reduce")
-    picture.notes("""
-        M68,81 H112
-        M200,81 H254
-        M476,81 H534
-        M630,81 H658
-        M702,94 V222 H232 V267 H254
-        M391,267 H491
-        M630,267 H658
-        118 108 once a step
-        476 72 attend
-        400 258 silu(g) * u
-    """)
-
-
 def render(draw):
     title, _, description = getdoc(draw).partition("\n\n")
     picture = Picture()
@@ -338,7 +248,7 @@ def render(draw):
     return SVG.format(picture.height, title, description, "\n".join(picture.parts))
 
 
-PICTURES = (memory, prefix_hit, draft, grammar, graphs, ranks)
+PICTURES = (memory, prefix_hit, draft, grammar)
 
 if __name__ == "__main__":
     for draw in PICTURES:

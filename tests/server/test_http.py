@@ -144,10 +144,9 @@ def test_pages_of_allowed_origins_may_send_requests(url):
         headers = {"Origin": origin, "Sec-Fetch-Site": "cross-site"}
         asked = CLIENT.options(f"{url}/v1/completions", headers={**headers, **preflight})
         sent = post(url, {"prompt": "x"}, **headers)
-        rejected = post(url, {"prompt": "x"}, **headers, Authorization="")
         assert [asked.status_code, sent.status_code] == [status, status]
         allowed = PAGE if status == 200 else None
-        for reply in (asked, sent, rejected):
+        for reply in (asked, sent):
             assert reply.headers.get("Access-Control-Allow-Origin") == allowed
         if status == 200:
             assert "authorization" in asked.headers["Access-Control-Allow-Headers"]

@@ -270,7 +270,6 @@ def test_the_prompt_can_begin_the_reasoning():
     assert parse(["So."], last_tag=THINK)[0] == {"reasoning": "So."}
     for again in ("<think>So.</think>Yes.", "\n<think>So.</think>\nYes."):
         assert parse(again, last_tag=THINK)[0] == {"reasoning": "So.", "content": "Yes."}
-    assert parse(["So."], last_tag="</think>")[0] == {"content": "So."}
     assert parse(["So."], False, [], last_tag=THINK)[0] == {"content": "So."}
 
 
