@@ -106,7 +106,6 @@ for _ in range(5000):
             {"response_format": {**JSON["response_format"], "strict": True}},
         ),
     ],
-    ids=range(14),
 )
 def test_an_error_names_the_parameter_at_fault(llm, param, body):
     with pytest.raises(ApiError) as caught:

@@ -175,7 +175,6 @@ NEUTRAL_VALUES = {
         ({"reasoning_effort": "low", **NEUTRAL_VALUES}, {}),
         ({"logit_bias": {"5": -100, "6": 1.5}}, {"logit_bias": {5: -100, 6: 1.5}}),
     ],
-    ids=str,
 )
 def test_values_of_many_clients_are_understood(llm, body, expected):
     assert read(llm, body) == SamplingParams(**{"max_tokens": llm.max_model_len, **expected})
