@@ -4,6 +4,7 @@ tests/course.py makes the copy in which the functions of an evening are empty. P
 exercises are those of nanovllm/course/ and of the reader's guide, nanovllm/README.md.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -14,7 +15,7 @@ class Evening:
     page: str  # its text
     scene: str  # what to predict first
     reading: tuple[str, ...]  # files, or functions and classes as in `functions`
-    functions: tuple[str, ...]  # module:qualified name, in the order in which to write them
+    functions: Sequence[str]  # module:qualified name, in the order in which to write them
     tests: tuple[str, ...]  # arguments of pytest. At least one test fails without each function
     exercise: int  # of the reader's guide
 
@@ -26,17 +27,17 @@ EVENINGS = (
         page="nanovllm/course/1_blocks.md",
         scene="steps 0 and 3 of timeline.html: the blocks of A, and the slot of its 25th token",
         reading=("nanovllm/engine/sequence.py", "nanovllm/batch.py"),
-        functions=(
-            "nanovllm.engine.block_manager:BlockManager.take",
-            "nanovllm.engine.block_manager:BlockManager.grow",
-            "nanovllm.engine.block_manager:BlockManager.release",
-            "nanovllm.engine.block_manager:BlockManager.count_states",
-            "nanovllm.batch:make_batch",
-            "nanovllm.layers.attention:make_cache",
-            "nanovllm.layers.attention:store_kvcache",
-            "nanovllm.layers.attention:find_first_visible",
-            "nanovllm.layers.attention:attend",
-        ),
+        functions="""
+            nanovllm.engine.block_manager:BlockManager.take
+            nanovllm.engine.block_manager:BlockManager.grow
+            nanovllm.engine.block_manager:BlockManager.release
+            nanovllm.engine.block_manager:BlockManager.count_states
+            nanovllm.batch:make_batch
+            nanovllm.layers.attention:make_cache
+            nanovllm.layers.attention:store_kvcache
+            nanovllm.layers.attention:find_first_visible
+            nanovllm.layers.attention:attend
+        """.split(),
         tests=(
             "tests/engine/test_block_manager.py",
             "tests/kernels/test_attention.py::test_torch_backend_matches_softmax",
@@ -63,23 +64,23 @@ EVENINGS = (
             "nanovllm.engine.feature:Feature",
             "nanovllm.engine.scheduler:Scheduler.__init__",
         ),
-        functions=(
-            "nanovllm.engine.scheduler:Scheduler.reset",
-            "nanovllm.engine.scheduler:Scheduler.schedule",
-            "nanovllm.engine.scheduler:Scheduler.plan",
-            "nanovllm.engine.scheduler:Scheduler._schedule_running",
-            "nanovllm.engine.scheduler:Scheduler._grow",
-            "nanovllm.engine.scheduler:Scheduler._schedule_waiting",
-            "nanovllm.engine.scheduler:Scheduler._admit",
-            "nanovllm.engine.scheduler:Scheduler._schedule_tokens",
-            "nanovllm.engine.scheduler:Scheduler.preempt",
-            "nanovllm.engine.scheduler:Scheduler.advance",
-            "nanovllm.engine.scheduler:Scheduler.postprocess",
-            "nanovllm.engine.sequence:Sequence.check_end",
-            "nanovllm.engine.scheduler:Scheduler.finish",
-            "nanovllm.engine.scheduler:Scheduler._release",
-            "nanovllm.engine.scheduler:PrefillFirstScheduler.plan",
-        ),
+        functions="""
+            nanovllm.engine.scheduler:Scheduler.reset
+            nanovllm.engine.scheduler:Scheduler.schedule
+            nanovllm.engine.scheduler:Scheduler.plan
+            nanovllm.engine.scheduler:Scheduler._schedule_running
+            nanovllm.engine.scheduler:Scheduler._grow
+            nanovllm.engine.scheduler:Scheduler._schedule_waiting
+            nanovllm.engine.scheduler:Scheduler._admit
+            nanovllm.engine.scheduler:Scheduler._schedule_tokens
+            nanovllm.engine.scheduler:Scheduler.preempt
+            nanovllm.engine.scheduler:Scheduler.advance
+            nanovllm.engine.scheduler:Scheduler.postprocess
+            nanovllm.engine.sequence:Sequence.check_end
+            nanovllm.engine.scheduler:Scheduler.finish
+            nanovllm.engine.scheduler:Scheduler._release
+            nanovllm.engine.scheduler:PrefillFirstScheduler.plan
+        """.split(),
         tests=("tests/engine/test_scheduler.py", "tests/engine/test_scheduled_sequences.py"),
         exercise=2,
     ),
@@ -89,19 +90,19 @@ EVENINGS = (
         page="nanovllm/course/3_prefix_cache.md",
         scene="step 3 of timeline.html: which blocks are shared, cached, or duplicates",
         reading=("nanovllm/engine/block_manager.py",),
-        functions=(
-            "nanovllm.engine.block_manager:BlockManager._tokens",
-            "nanovllm.engine.block_manager:BlockManager.compute_hash",
-            "nanovllm.engine.block_manager:BlockManager._hash",
-            "nanovllm.engine.block_manager:BlockManager.cache_block",
-            "nanovllm.engine.block_manager:BlockManager.cache_full_blocks",
-            "nanovllm.engine.block_manager:BlockManager.uncache",
-            "nanovllm.engine.block_manager:BlockManager.find_block",
-            "nanovllm.engine.block_manager:BlockManager.find_prefix",
-            "nanovllm.engine.block_manager:BlockManager.share",
-            "nanovllm.engine.block_manager:BlockManager.allocate",
-            "nanovllm.engine.block_manager:BlockManager.release_block",
-        ),
+        functions="""
+            nanovllm.engine.block_manager:BlockManager._tokens
+            nanovllm.engine.block_manager:BlockManager.compute_hash
+            nanovllm.engine.block_manager:BlockManager._hash
+            nanovllm.engine.block_manager:BlockManager.cache_block
+            nanovllm.engine.block_manager:BlockManager.cache_full_blocks
+            nanovllm.engine.block_manager:BlockManager.uncache
+            nanovllm.engine.block_manager:BlockManager.find_block
+            nanovllm.engine.block_manager:BlockManager.find_prefix
+            nanovllm.engine.block_manager:BlockManager.share
+            nanovllm.engine.block_manager:BlockManager.allocate
+            nanovllm.engine.block_manager:BlockManager.release_block
+        """.split(),
         tests=("tests/engine/test_block_manager.py", "tests/engine/test_scheduler.py"),
         exercise=4,
     ),
@@ -115,21 +116,21 @@ EVENINGS = (
             "nanovllm.batch:Batch",
             "nanovllm/models/decoder.py",
         ),
-        functions=(
-            "nanovllm.engine.model_runner:ModelRunner.prepare_batch",
-            "nanovllm.engine.step:Step.list_rows",
-            "nanovllm.engine.step:Step.split",
-            "nanovllm.engine.step:Step.drop_ended",
-            "nanovllm.layers.norm:RMSNorm.normalize",
-            "nanovllm.layers.rotary:apply_rotary",
-            "nanovllm.models.decoder:Attention.norm_and_rotate",
-            "nanovllm.models.decoder:Attention.attend",
-            "nanovllm.models.decoder:Attention.forward",
-            "nanovllm.models.decoder:MLP.forward",
-            "nanovllm.models.decoder:DecoderLayer.forward",
-            "nanovllm.models.decoder:DecoderLayers.forward",
-            "nanovllm.models.decoder:Decoder.forward",
-        ),
+        functions="""
+            nanovllm.engine.model_runner:ModelRunner.prepare_batch
+            nanovllm.engine.step:Step.list_rows
+            nanovllm.engine.step:Step.split
+            nanovllm.engine.step:Step.drop_ended
+            nanovllm.layers.norm:RMSNorm.normalize
+            nanovllm.layers.rotary:apply_rotary
+            nanovllm.models.decoder:Attention.norm_and_rotate
+            nanovllm.models.decoder:Attention.attend
+            nanovllm.models.decoder:Attention.forward
+            nanovllm.models.decoder:MLP.forward
+            nanovllm.models.decoder:DecoderLayer.forward
+            nanovllm.models.decoder:DecoderLayers.forward
+            nanovllm.models.decoder:Decoder.forward
+        """.split(),
         tests=(
             "tests/engine/test_oracle.py::test_a_batch_looks_as_drawn_in_batch_py",
             "tests/engine/test_oracle.py::test_a_token_and_its_draft_can_enter_a_block",
@@ -149,21 +150,21 @@ EVENINGS = (
             "nanovllm.batch:Filters",
             "nanovllm.features.structured_outputs.masks:compute_mask",
         ),
-        functions=(
-            "nanovllm.layers.noise:make_noise_keys",
-            "nanovllm.layers.noise:gumbel_noise",
-            "nanovllm.layers.sampler:make_sampling_batch",
-            "nanovllm.layers.sampler:find_best",
-            "nanovllm.layers.sampler:filter_logits",
-            "nanovllm.layers.sampler:Sampler.filter",
-            "nanovllm.layers.sampler:Sampler.draw",
-            "nanovllm.layers.sampler:Sampler.forward",
-            "nanovllm.layers.penalties:penalize",
-            "nanovllm.layers.penalties:apply_penalties",
-            "nanovllm.layers.logprobs:find_logprobs",
-            "nanovllm.layers.logprobs:read_logprobs",
-            "nanovllm.features.structured_outputs.masks:apply_grammars",
-        ),
+        functions="""
+            nanovllm.layers.noise:make_noise_keys
+            nanovllm.layers.noise:gumbel_noise
+            nanovllm.layers.sampler:make_sampling_batch
+            nanovllm.layers.sampler:find_best
+            nanovllm.layers.sampler:filter_logits
+            nanovllm.layers.sampler:Sampler.filter
+            nanovllm.layers.sampler:Sampler.draw
+            nanovllm.layers.sampler:Sampler.forward
+            nanovllm.layers.penalties:penalize
+            nanovllm.layers.penalties:apply_penalties
+            nanovllm.layers.logprobs:find_logprobs
+            nanovllm.layers.logprobs:read_logprobs
+            nanovllm.features.structured_outputs.masks:apply_grammars
+        """.split(),
         tests=(
             "tests/layers/test_sampler.py",
             "tests/layers/test_penalties.py",
@@ -185,21 +186,21 @@ EVENINGS = (
             "nanovllm/worker/state_slots.py",
             "nanovllm.features.recurrent_states:Slots",
         ),
-        functions=(
-            "nanovllm.features.speculation.drafts:count_matches",
-            "nanovllm.features.speculation.drafts:PromptLookup.propose",
-            "nanovllm.features.speculation.drafts:Proposal.learn",
-            "nanovllm.features.speculation.drafts:Drafts.planned",
-            "nanovllm.features.speculation.drafts:Drafts._verify",
-            "nanovllm.features.speculation.drafts:Drafts.sampled",
-            "nanovllm.features.speculation.drafts:Drafts.advanced",
-            "nanovllm.features.speculation.costs:StepCosts.choose_count",
-            "nanovllm.features.recurrent_states:RecurrentStates.limit_prefix",
-            "nanovllm.features.recurrent_states:RecurrentStates.limit_tokens",
-            "nanovllm.features.recurrent_states:RecurrentStates._begin_snapshot",
-            "nanovllm.features.recurrent_states:RecurrentStates.planned",
-            "nanovllm.features.recurrent_states:RecurrentStates.advanced",
-        ),
+        functions="""
+            nanovllm.features.speculation.drafts:count_matches
+            nanovllm.features.speculation.drafts:PromptLookup.propose
+            nanovllm.features.speculation.drafts:Proposal.learn
+            nanovllm.features.speculation.drafts:Drafts.planned
+            nanovllm.features.speculation.drafts:Drafts._verify
+            nanovllm.features.speculation.drafts:Drafts.sampled
+            nanovllm.features.speculation.drafts:Drafts.advanced
+            nanovllm.features.speculation.costs:StepCosts.choose_count
+            nanovllm.features.recurrent_states:RecurrentStates.limit_prefix
+            nanovllm.features.recurrent_states:RecurrentStates.limit_tokens
+            nanovllm.features.recurrent_states:RecurrentStates._begin_snapshot
+            nanovllm.features.recurrent_states:RecurrentStates.planned
+            nanovllm.features.recurrent_states:RecurrentStates.advanced
+        """.split(),
         tests=(
             "tests/features/test_speculation.py",
             "tests/features/test_recurrent_states.py",
@@ -219,25 +220,25 @@ EVENINGS = (
             "nanovllm/layers/tensor_parallel.py",
             "nanovllm.layers.quantized:Scheme",
         ),
-        functions=(
-            "nanovllm.layers.tensor_parallel:TensorParallel.divide",
-            "nanovllm.layers.tensor_parallel:TensorParallel.all_reduce",
-            "nanovllm.layers.tensor_parallel:TensorParallel.gather",
-            "nanovllm.layers.linear:ColumnParallelLinear.forward",
-            "nanovllm.layers.linear:RowParallelLinear.forward",
-            "nanovllm.layers.linear:RowParallelLinear.targets",
-            "nanovllm.layers.embedding:Embedding.look_up",
-            "nanovllm.layers.embedding:Embedding.forward",
-            "nanovllm.layers.embedding:Embedding.logits",
-            "nanovllm.layers.quantized:unpack",
-            "nanovllm.layers.quantized:QuantizedWeight.from_codes",
-            "nanovllm.layers.quantized:QuantizedWeight.quantize",
-            "nanovllm.layers.quantized:QuantizedWeight.dequantize",
-            "nanovllm.worker.cache_plan:find_budget",
-            "nanovllm.worker.cache_plan:count_lane_bytes",
-            "nanovllm.worker.cache_plan:count_lanes",
-            "nanovllm.benchmark.roofline:compute_roofline_seconds",
-        ),
+        functions="""
+            nanovllm.layers.tensor_parallel:TensorParallel.divide
+            nanovllm.layers.tensor_parallel:TensorParallel.all_reduce
+            nanovllm.layers.tensor_parallel:TensorParallel.gather
+            nanovllm.layers.linear:ColumnParallelLinear.forward
+            nanovllm.layers.linear:RowParallelLinear.forward
+            nanovllm.layers.linear:RowParallelLinear.targets
+            nanovllm.layers.embedding:Embedding.look_up
+            nanovllm.layers.embedding:Embedding.forward
+            nanovllm.layers.embedding:Embedding.logits
+            nanovllm.layers.quantized:unpack
+            nanovllm.layers.quantized:QuantizedWeight.from_codes
+            nanovllm.layers.quantized:QuantizedWeight.quantize
+            nanovllm.layers.quantized:QuantizedWeight.dequantize
+            nanovllm.worker.cache_plan:find_budget
+            nanovllm.worker.cache_plan:count_lane_bytes
+            nanovllm.worker.cache_plan:count_lanes
+            nanovllm.benchmark.roofline:compute_roofline_seconds
+        """.split(),
         tests=(
             "tests/layers/test_tensor_parallel.py",
             "tests/checkpoints/test_quantization.py::test_codes_are_the_nearest",

@@ -59,22 +59,16 @@ def make_wrong(evening: Evening) -> Iterator[Body]:
             yield Body(name, f"{shorten(name)}: {shown}", changed)
 
 
-OTHERS = {
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
-    ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.And: ast.Or,
-    ast.Or: ast.And,
-}
+PAIRS = (
+    (ast.Lt, ast.LtE),
+    (ast.Gt, ast.GtE),
+    (ast.Eq, ast.NotEq),
+    (ast.Is, ast.IsNot),
+    (ast.In, ast.NotIn),
+    (ast.Add, ast.Sub),
+    (ast.And, ast.Or),
+)
+OTHERS = dict(PAIRS) | {second: first for first, second in PAIRS}
 
 
 def change_node(node: ast.AST) -> Iterator[None]:

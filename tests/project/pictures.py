@@ -1,20 +1,16 @@
-"""Draws the course's pictures: python tests/project/pictures.py [NAME ...]
+"""Draws the course's pictures of runs: python tests/project/pictures.py
 
-The docstring of each one is its title and its description for readers who cannot see it. Numbers
-come from runs of the demo model, or from the code that computes them in an engine, except those of
-`budget`, which are recorded. Each run writes the same files.
+The docstring of each one is its title and its description for readers who cannot see it. What they
+show comes from runs of the demo model and of the block manager. Each run writes the same files. The
+other pictures in the folder show no run, and are only files.
 """
 
-import sys
 from argparse import Namespace
 from html import escape
 from inspect import getdoc
 from pathlib import Path
 
-import torch
-
-from nanovllm import DEMO_MODEL, SamplingParams, StructuredOutputsParams
-from nanovllm.benchmark.shapes import SHAPES
+from nanovllm import DEMO_MODEL, SamplingParams
 from nanovllm.benchmark.workloads import WORKLOADS, make_requests
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
@@ -24,11 +20,6 @@ from nanovllm.features.speculation.costs import StepCosts
 from nanovllm.features.speculation.drafts import Drafts
 from nanovllm.features.structured_outputs.grammars import StructuredOutputs
 from nanovllm.features.structured_outputs.masks import compute_mask, list_tokens
-from nanovllm.kernels.cuda.graphs import CudaGraphs, Kind
-from nanovllm.layers import attention
-from nanovllm.layers.tensor_parallel import TensorParallel
-from nanovllm.models import weights
-from nanovllm.models.architectures import read_spec
 from nanovllm.trace.tour import OPTIONS, PROMPTS
 
 FOLDER = Path(__file__).parents[2] / "nanovllm/course/pictures"
@@ -138,25 +129,6 @@ def memory(picture):
     """)
 
 
-def chunk_mask(picture):
-    """The mask of a chunk: 4 queries, 9 keys
-
-    Four rows of nine numbers: 0 up to the query's own position, and -inf after it.
-    """
-    picture.row(140, 48, range(9), "EEEEEAAAA", 66)
-    for query in range(5, 9):
-        y = 26 * query - 52
-        kinds = ("." * (query + 1)).ljust(9, "x")
-        labels = ["-inf" if kind == "x" else "0" for kind in kinds]
-        picture.box(20, y, 110, 22, "A", f"query {query}")
-        picture.row(140, y, labels, kinds, 66)
-    picture.notes("""
-        20 63 key
-        140 202 computed by earlier steps
-        456 202 this chunk: the last query meets the last key
-    """)
-
-
 def prefix_hit(picture):
     """A prefix hit: B begins with the text of A
 
@@ -238,10 +210,10 @@ def grammar(picture):
     another digit or the end may come.
     """
     structured = StructuredOutputs()
-    outputs = StructuredOutputsParams(regex="-?[0-9]+")
+    params = SamplingParams(structured_outputs={"regex": "-?[0-9]+"})
     tokens = ["-", "4", "7", "x", "<|im_end|>"]
     with start_engine(structured) as engine:
-        fields = structured.prepare(SamplingParams(structured_outputs=outputs), 1)
+        fields = structured.prepare(params, 1)
         ids = engine.tokenizer.convert_tokens_to_ids(tokens)
     masks = []
     for num_generated in range(3):
@@ -269,115 +241,6 @@ def grammar(picture):
     """)
 
 
-def graphs(picture):
-    """Steps in CUDA graphs of fixed sizes
-
-    Five decodes are padded to eight. Two decodes and a chunk of nine tokens are padded to 16
-    tokens, four decodes and one long query.
-    """
-    graphs = object.__new__(CudaGraphs)
-    graphs.largest = Kind(num_tokens=2048, num_decodes=256, num_long_queries=256)
-    for y, tokens, decodes, long in ((62, "ABCDE", "ABCDE", ""), (212, "ABCCCCCCCCC", "AB", "C")):
-        batch = Namespace(input_ids=tokens, context_lens=decodes + long, long_queries=long)
-        kind = graphs.find_kind(batch)
-        padded = tokens.ljust(kind.num_tokens, "x")
-        seqs = decodes.ljust(kind.num_decodes, "x") + long.ljust(kind.num_long_queries, "x")
-        picture.row(140, y, tokens, tokens, 37)
-        picture.row(140, y + 46, padded.replace("x", " "), padded, 37)
-        picture.row(140, y + 72, seqs.replace("x", " "), seqs, 37)
-    sizes = dict.fromkeys(graphs.find_decode(number).num_tokens for number in range(1, 257))
-    picture.text(20, 362, " ".join(map(str, sizes)))
-    picture.notes("""
-        M158,88 V104
-        M158,238 V254
-        20 50 five decodes replay the graph of eight
-        20 77 tokens of the step
-        20 123 static buffer
-        20 149 its sequences
-        170 101 copied to the addresses that the graph reads
-        470 123 padding: slot -1, K/V are not stored
-        20 200 two decodes and a chunk of nine tokens replay the graph of 16 tokens
-        20 227 tokens of the step
-        20 273 static buffer
-        20 299 its sequences
-        400 299 room for four decodes and one long query
-        20 342 sizes of graphs of decodes, up to max_num_seqs = 256
-    """)
-
-
-def ranks(picture):
-    """A layer of Qwen3-0.6B on two ranks: rank 0 in blue, rank 1 in orange
-
-    Rank 0 has the upper half of the embedding, of q, k, v, gate and up, and the left half of o and
-    down. An all-reduce follows the embedding, o and down.
-    """
-    spec = read_spec(SHAPES["qwen3-0.6b"], torch.bfloat16, 2)
-    with torch.device("meta"):
-        model = spec.make_model(attention, TensorParallel(rank=0, size=2))
-    targets = weights._find_targets(model)
-    for place in """
-        embed_tokens 20 60
-        layers.0.self_attn.q_proj 260 60
-        layers.0.self_attn.k_proj 345 60
-        layers.0.self_attn.v_proj 430 60
-        layers.0.self_attn.o_proj 540 60
-        layers.0.mlp.gate_proj 260 246
-        layers.0.mlp.up_proj 345 246
-        layers.0.mlp.down_proj 497 246
-    """.strip().splitlines():
-        name, x, y = place.split()
-        x, y = int(x), int(y)
-        target, *_ = targets[f"model.{name}.weight"]
-        rows, columns = target.full_shape
-        width, height = columns / 24, min(rows / 24, 128)
-        half = (width, height / 2) if target.dim == 0 else (width / 2, height)
-        picture.box(x, y, *half, "A")
-        picture.box(x + width - half[0], y + height - half[1], *half, "B")
-        picture.text(x, y - 6, name.split(".")[-1])
-        picture.text(x, y + height + 16, f"{rows} x {columns}")
-    for x, y in ((118, 70), (664, 70), (664, 256)):
-        picture.box(x, y, 76, 22, "C", "all-reduce")
-    picture.notes("""
-        M68,81 H112
-        M200,81 H254
-        M476,81 H534
-        M630,81 H658
-        M702,94 V222 H232 V267 H254
-        M391,267 H491
-        M630,267 H658
-        118 108 once a step
-        476 72 attend
-        400 258 silu(g) * u
-    """)
-
-
-def budget(picture):
-    """Memory at the start of Qwen3.5-0.8B on a CPU, to scale
-
-    States and blocks share a quarter of what the weights leave. The peak of a step is small beside
-    them, and the rest is for other programs.
-    """
-    # A start with max_num_batched_tokens=2048 printed:
-    #     weights: 1.50 GB
-    #     KV cache: of 4.84 GB (0.25 * 19.34 GB available / 1 ranks), 2.38 GB for states and windows
-    #     of 58 lanes, 2.45 GB for 12473 blocks of 16 = 199568 tokens
-    # The peak is the growth of the process's memory in the largest step.
-    x, y = 20, 92
-    for kind, size, label in (
-        ("A", 1.5, "weights"),
-        ("B", 2.38, "states of 58 sequences, and snapshots"),
-        ("C", 2.45, "12,473 blocks of 16 tokens"),
-        ("D", 0.14, "peak of the largest step, of 2,048 tokens"),
-        (".", 14.37, "for other programs"),
-    ):
-        width = 720 * size / 20.84
-        picture.box(x, 44, width, 26, kind)
-        picture.box(20, y, 70, 20, kind, f"{size} GB")
-        picture.text(100, y + 14, label)
-        x += width
-        y += 24
-
-
 def render(draw):
     title, _, description = getdoc(draw).partition("\n\n")
     picture = Picture()
@@ -385,10 +248,8 @@ def render(draw):
     return SVG.format(picture.height, title, description, "\n".join(picture.parts))
 
 
-PICTURES = (memory, chunk_mask, prefix_hit, draft, grammar, graphs, ranks, budget)
+PICTURES = (memory, prefix_hit, draft, grammar)
 
 if __name__ == "__main__":
-    FOLDER.mkdir(exist_ok=True)
     for draw in PICTURES:
-        if draw.__name__ in sys.argv[1:] or len(sys.argv) == 1:
-            (FOLDER / f"{draw.__name__}.svg").write_text(render(draw))
+        (FOLDER / f"{draw.__name__}.svg").write_text(render(draw))

@@ -124,31 +124,25 @@ def test_jobs_stop_in_time_and_leave_their_results(tmp_path, monkeypatch, capsys
         assert {"logs/figures.log", "logs/slow.log"} <= set(archive.getnames())
 
 
-def run(*arguments):
-    """Run the entry with this interpreter, as if there were no GPU."""
-    return subprocess.run(
+@pytest.mark.parametrize(
+    "arguments, status, shown",
+    [
+        (["60", "everything"], 2, "unknown stage everything: use env, smoke"),
+        ([], 2, "torch finds no GPU"),
+        (["20", "dry"], 0, "left over: bash .ci/gpu/run 20 dry"),
+    ],
+)
+def test_what_cannot_run_is_named(tmp_path, arguments, status, shown):
+    done = subprocess.run(
         ["bash", SCRIPTS / "run", *arguments],
-        env={**os.environ, "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""},
+        env={
+            **os.environ,
+            "PYTHON": sys.executable,
+            "CUDA_VISIBLE_DEVICES": "",
+            "OUT": str(tmp_path),
+        },
         capture_output=True,
         text=True,
     )
-
-
-@pytest.mark.parametrize(
-    "arguments, complaint",
-    [
-        (["60", "everything"], "unknown stage everything: use env, smoke"),
-        ([], "torch finds no GPU"),
-    ],
-)
-def test_what_cannot_run_is_named(arguments, complaint):
-    done = run(*arguments)
-    assert done.returncode == 2
-    assert complaint in done.stdout
-
-
-def test_what_no_time_is_left_for_is_named(tmp_path, monkeypatch):
-    monkeypatch.setenv("OUT", str(tmp_path))
-    done = run("20", "dry")
-    assert done.returncode == 0
-    assert "left over: bash .ci/gpu/run 20 dry" in done.stdout
+    assert done.returncode == status
+    assert shown in done.stdout

@@ -66,7 +66,6 @@ def test_readme_shows_what_is_printed(tmp_path):
         (["--max-tokens", "0"], "max_tokens must be at least 1"),
         (["--max-tokens", "x"], "--max-tokens"),
         (["--model", "./nothing"], "directory"),
-        (["--model", "example.py"], "directory"),
     ],
 )
 def test_example_names_invalid_options(arguments, complaint, monkeypatch, capsys):

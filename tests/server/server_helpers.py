@@ -48,6 +48,23 @@ def post(url, body, path="/v1/completions", **headers):
     return CLIENT.post(url + path, content=content, headers={**HEADERS, **headers})
 
 
+def read_events(text):
+    """The objects of a stream."""
+    *events, done, rest = text.split("\n\n")
+    assert done + rest == "data: [DONE]"
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+def write(reply, outputs):
+    """The reply with the outputs of its only choice, or the objects of its stream."""
+    if reply.stream.is_stream:
+        chunks = [reply.write_chunk({0: output}) for output in outputs]
+        return read_events("".join(chunks) + reply.write_end())
+    for output in outputs:
+        reply.newest.update({0: output})
+    return reply.write_whole()
+
+
 def stream(url, body, timeout=60):
     """Begin to read a completion. Leaving the context disconnects."""
     options = {"json": {"stream": True, **body}, "headers": HEADERS, "timeout": timeout}

@@ -4,37 +4,41 @@ import asyncio
 import sys
 import warnings
 
+import httpx
 from conftest import disturb_logits
 
-from nanovllm import DEMO_MODEL, LLM, SamplingParams
-from nanovllm.engine.input_processor import PreparedPrompt
+from nanovllm import DEMO_MODEL, LLM
+from nanovllm.engine.outputs import NAN_LOGITS
 from nanovllm.server import middleware
 from nanovllm.server.engine_thread import EngineThread
+from nanovllm.server.openai_api import Api
 from nanovllm.utils.helpers import report
 
 
-def test_a_warning_that_is_an_error_ends_one_request_only(monkeypatch):
-    """Its logits are NaN. The other request shares its steps."""
+def test_nan_logits_end_one_request_with_an_error_of_the_server():
+    """Also if warnings are errors. The other request shares its steps."""
     llm = LLM(DEMO_MODEL, dtype="float32", num_kvcache_blocks=64)
     disturb_logits(llm, lambda seq: seq.seq_id == 0)
-    params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
-    reasons = {}
 
     async def serve():
         engine = EngineThread(llm)
         engine.start_on(asyncio.get_running_loop())
-        async with engine.submit(
-            [PreparedPrompt([5], params, {}), PreparedPrompt([6], params, {})]
-        ) as stream:
-            async for outputs in stream:
-                reasons.update((i, output["finish_reason"]) for i, output in outputs.items())
+        app = Api(engine, "model", "model").make_app()
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            posts = [client.post("/v1/completions", json={"prompt": "x"}) for _ in range(2)]
+            responses = await asyncio.gather(*posts)
         engine.stop("done")
         await asyncio.to_thread(engine.join)
+        return responses
 
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
-        asyncio.run(serve())
-    assert reasons == {0: "error", 1: "length"}
+        responses = asyncio.run(serve())
+    valid, failed = sorted(responses, key=lambda response: response.status_code)
+    assert valid.status_code == 200
+    assert failed.status_code == 500
+    assert NAN_LOGITS in failed.json()["error"]["message"]
 
 
 def test_a_line_of_the_log_without_a_reader_is_dropped(monkeypatch):

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -14,8 +13,7 @@ from server_helpers import OPTIONS, connect, post, read_all, start, write_reques
 
 from nanovllm.features.structured_outputs import grammars
 from nanovllm.features.structured_outputs.grammars import GrammarCheck, check_in_process
-from nanovllm.server import bodies, grammar_checks
-from nanovllm.server.errors import ApiError
+from nanovllm.server import bodies
 from nanovllm.server.grammar_checks import GrammarChecks
 
 ENDLESS = "import time; time.sleep(600)"  # a check that never ends
@@ -117,25 +115,11 @@ def test_clients_with_the_same_grammar_share_a_check():
     asyncio.run(share())
 
 
-def test_the_queue_has_a_limit(monkeypatch):
-    monkeypatch.setattr(grammar_checks, "MAX_CHECKS", 3)
+def test_a_body_is_parsed_again_after_the_checks_of_its_grammars(monkeypatch):
+    """Meanwhile the thread parses bodies whose grammars are known.
 
-    async def fill():
-        queue = GrammarChecks()
-        checks = [StubCheck(name) for name in "abca"]
-        tasks = await start_checks(queue, *checks)
-        with pytest.raises(ApiError, match="too many grammars") as raised:
-            await queue.run(StubCheck("d"))
-        assert raised.value.status == 503
-        for check in checks:
-            check.released.set()
-        assert await asyncio.gather(*tasks) == [None] * 4
-
-    asyncio.run(fill())
-
-
-def test_a_body_is_parsed_again_after_the_check_of_its_grammar(monkeypatch):
-    """Meanwhile the thread parses bodies whose grammars are known."""
+    The problem of one grammar is not that of another.
+    """
     checks = {}
 
     def make_check(grammar):
@@ -145,64 +129,41 @@ def test_a_body_is_parsed_again_after_the_check_of_its_grammar(monkeypatch):
     monkeypatch.setattr(grammars, "checked", {b"known": ""})
     parsed = []
 
-    def prepare(grammar):
-        parsed.append(grammar)
-        check_in_process(grammar)
-        return grammar
+    def prepare(*names):
+        parsed.append(names)
+        if "invalid" in names:
+            with pytest.raises(ValueError, match="too complex"):
+                check_in_process("invalid")
+        check_in_process(names[-1])
+        return names
 
     async def prepare_several():
         reader = bodies.Bodies(None)
 
-        def call(grammar):
-            return asyncio.create_task(reader.call(lambda: prepare(grammar), None, None))
+        def call(*names):
+            return asyncio.create_task(reader.call(lambda: prepare(*names), None, None))
 
-        valid, invalid = call("valid"), call("invalid")
-        while len(checks) < 2:
+        both = call("invalid", "valid")
+        while "invalid" not in checks:
             await asyncio.sleep(0.001)
-        assert await asyncio.wait_for(call("known"), 60) == "known"
-        grammars.checked[b"valid"] = ""
+        assert await asyncio.wait_for(call("known"), 60) == ("known",)
         checks["invalid"].problem = ValueError("too complex")
-        for check in checks.values():
-            check.released.set()
-        assert await valid == "valid"
-        with pytest.raises(ValueError, match="too complex"):
-            await invalid
+        checks["invalid"].released.set()
+        while "valid" not in checks:
+            await asyncio.sleep(0.001)
+        grammars.checked[b"valid"] = ""
+        checks["valid"].released.set()
+        assert await both == ("invalid", "valid")
 
     asyncio.run(prepare_several())
-    assert sorted(parsed) == ["invalid", "invalid", "known", "valid", "valid"]
+    assert parsed == [("invalid", "valid"), ("known",), *[("invalid", "valid")] * 2]
 
 
-def test_the_problem_of_one_grammar_is_not_that_of_another(monkeypatch):
-    """A body may need several. Tools whose grammars have problems take any object."""
-    checks = {name: StubCheck(name.encode()) for name in ("bad", "good")}
-    monkeypatch.setattr(grammars, "GrammarCheck", checks.get)
-    monkeypatch.setattr(grammars, "checked", {})
-    checks["bad"].problem = ValueError("too complex")
-    checks["good"].run = lambda: grammars.checked.update({b"good": ""})
-    checks["bad"].released.set()
-
-    def prepare():
-        with pytest.raises(ValueError, match="too complex"):
-            check_in_process("bad")
-        check_in_process("good")
-        return "done"
-
-    reader = bodies.Bodies(None)
-    assert asyncio.run(asyncio.wait_for(reader.call(prepare, None, None), 60)) == "done"
-
-
-@pytest.mark.parametrize("is_early", [True, False])
-def test_a_cancelled_check_ends_its_process(endless, is_early):
+def test_a_check_that_is_cancelled_before_it_starts_ends_its_process(endless):
     check = GrammarCheck("start: /endless/")
-    if is_early:
-        check.cancel()
-    with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(check.run)
-        if not is_early:
-            wait_until(lambda: check.process)
-            check.cancel()
-        with pytest.raises(ValueError):
-            future.result(60)
+    check.cancel()
+    with pytest.raises(ValueError):
+        check.run()
     assert check.process.returncode == -signal.SIGKILL
 
 

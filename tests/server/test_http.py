@@ -3,14 +3,10 @@
 import json
 import os
 import re
-import socket
 import sys
-from types import SimpleNamespace
 
 import httpx
 import pytest
-from conftest import greedy, random_prompt
-from families import make_family
 from server_helpers import (
     CLIENT,
     HEADERS,
@@ -20,6 +16,7 @@ from server_helpers import (
     count_decodes,
     post,
     read_all,
+    read_events,
     start,
     wait_for_line,
     write_request,
@@ -27,19 +24,19 @@ from server_helpers import (
 from starlette.requests import Request
 
 import nanovllm
-from nanovllm import LLM
-from nanovllm.engine.outputs import Stats
-from nanovllm.server import metrics, web_server
+from nanovllm.server import metrics
 from nanovllm.server.middleware import is_foreign, log
 
 PAGE = "http://page.example:3000"
-# Clients have little time. GET / counts what a garbage collection visits, and GET /?x fails.
+# Clients have little time, and grammars few states. GET / counts what a garbage collection visits,
+# and GET /?x fails.
 PROGRAM = f"""
 import gc
 import os
 
 from starlette.responses import PlainTextResponse
 
+from nanovllm.features.structured_outputs import grammars
 from nanovllm.server import bodies
 from nanovllm.server.web_server import Api, main
 
@@ -48,6 +45,7 @@ def welcome(self, request):
 
 os.environ["NANOVLLM_API_KEY"] = {KEY!r}
 bodies.BODY_SECONDS = 1
+grammars.MAX_LEXER_STATES = 30
 Api.welcome = welcome
 main()
 """
@@ -146,10 +144,9 @@ def test_pages_of_allowed_origins_may_send_requests(url):
         headers = {"Origin": origin, "Sec-Fetch-Site": "cross-site"}
         asked = CLIENT.options(f"{url}/v1/completions", headers={**headers, **preflight})
         sent = post(url, {"prompt": "x"}, **headers)
-        rejected = post(url, {"prompt": "x"}, **headers, Authorization="")
         assert [asked.status_code, sent.status_code] == [status, status]
         allowed = PAGE if status == 200 else None
-        for reply in (asked, sent, rejected):
+        for reply in (asked, sent):
             assert reply.headers.get("Access-Control-Allow-Origin") == allowed
         if status == 200:
             assert "authorization" in asked.headers["Access-Control-Allow-Headers"]
@@ -163,7 +160,8 @@ def test_a_star_allows_all_origins():
 
 def test_the_version_and_pings_need_no_key(url):
     assert CLIENT.get(f"{url}/version").json() == {"version": nanovllm.__version__}
-    assert CLIENT.get(f"{url}/ping").status_code == 200
+    for path in ("ping", "health"):
+        assert CLIENT.get(f"{url}/{path}").status_code == 200
 
 
 def test_unknown_paths_and_methods_are_named(url):
@@ -199,6 +197,18 @@ def test_an_unknown_model_is_an_error_with_a_code(url):
     assert len(error["message"]) < 500
 
 
+def test_a_limit_of_the_grammar_is_an_error_in_words(url):
+    body = {"prompt": "x", "max_tokens": 60, "structured_outputs": {"regex": "[a-c]{40}x"}}
+    whole = post(url, body)
+    assert whole.status_code == 400
+    error = whole.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert "too many states" in error["message"]
+    *chunks, last = read_events(post(url, {**body, "stream": True}).text)
+    assert last["error"] == error
+    assert {chunk["choices"][0]["finish_reason"] for chunk in chunks} == {None}
+
+
 def test_metrics_are_described_in_words(url):
     def read(name):
         return float(re.search(rf"^nanovllm_{name} (\S+)", text, re.MULTILINE)[1])
@@ -209,22 +219,10 @@ def test_metrics_are_described_in_words(url):
     assert "stats[" not in text
     assert 'nanovllm_requests_total{status="404"}' in text
     assert "process_resident_memory_bytes" in text
-    assert 1 <= read("time_to_first_token_seconds_count") == read("request_seconds_count")
+    assert 1 <= read("request_seconds_count") <= read("time_to_first_token_seconds_count")
     assert 0 < read("time_to_first_token_seconds_sum") < read("request_seconds_sum")
-    assert metrics.GAUGES < Stats.__annotations__.keys()
-
-
-def test_metrics_have_both_pools_of_blocks(tmp_path):
-    make_family(tmp_path, "gemma3")
-    with LLM(tmp_path, kvcache_block_size=4, num_kvcache_blocks=50) as llm:
-        llm.add_request(random_prompt(1, 30), greedy(4))
-        llm.step()
-        stats = llm.stats
-        families = metrics.Metrics(SimpleNamespace(llm=llm)).collect()
-    values = {family.name: family.samples[0].value for family in families}
-    assert 0 < stats["num_free_window_blocks"] < stats["num_window_blocks"] != stats["num_blocks"]
     for name in metrics.GAUGES:
-        assert values[f"nanovllm_{name}"] == stats[name]
+        assert f"# TYPE nanovllm_{name} gauge" in text
 
 
 # --- clients that are slow or leave
@@ -235,15 +233,6 @@ def test_a_body_that_does_not_arrive_is_an_error(url):
     reply = read_all(connection)
     assert reply.startswith("HTTP/1.1 408")
     assert json.loads(reply.splitlines()[-1])["error"]["message"]
-
-
-def test_a_request_that_asks_for_another_protocol_is_served(url):
-    """Java's clients ask for HTTP/2 in this way."""
-    upgrade = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c", "HTTP2-Settings": "AAEA"}
-    request = write_request({"prompt": [5], "max_tokens": 1}, **upgrade)
-    with connect(url, request[:-5]) as connection:
-        connection.sendall(request[-5:])
-        assert connection.recv(100).startswith(b"HTTP/1.1 200 ")
 
 
 @pytest.mark.parametrize(
@@ -274,35 +263,3 @@ def test_a_body_that_is_too_large_is_rejected(url):
 
 def test_garbage_collection_does_not_visit_what_was_imported(url):
     assert int(CLIENT.get(url).text) < 100_000  # torch alone has more
-
-
-# --- start
-
-
-def run_main(monkeypatch, capsys, *arguments):
-    """Return the error of a server that must not load its model."""
-    monkeypatch.setattr(sys, "argv", ["server", *arguments])
-    monkeypatch.setattr(web_server, "LLM", lambda *_, **__: pytest.fail("the model was loaded"))
-    with pytest.raises(SystemExit, match="2"):
-        web_server.main()
-    return capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["--port", "99999"], "--port 99999 is not available"),
-        (["--host", "host.invalid", "--port", "0"], "--host host.invalid --port 0"),
-        (["--api-key", ""], "NANOVLLM_API_KEY"),
-    ],
-)
-def test_invalid_addresses_and_keys_are_named(monkeypatch, capsys, arguments, message):
-    assert message in run_main(monkeypatch, capsys, *arguments)
-
-
-def test_a_port_that_is_taken_is_reported_before_the_model_is_loaded(monkeypatch, capsys):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        error = run_main(monkeypatch, capsys, "--port", str(port))
-    assert f"--host 127.0.0.1 --port {port} is not available" in error
-    assert "Traceback" not in error

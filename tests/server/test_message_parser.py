@@ -60,14 +60,17 @@ EXAMPLE = write_tags(*TEXT)
 
 ADD = ["add", '{"a": 1}']
 FIND = ["find", "{}"]
-NESTED = '{"a": {"b": [{}]}, "c": "}} \\"</tool_call", "d": {}}'
-TAGS = r'{"a": "<tool_call>\"</tool_call>\\", "</tool_call>": [{}]}'
+TAGS = r'{"a": "}} <tool_call>\"</tool_call>\\", "</tool_call>": [{}]}'
+# A value that has a call.
+NESTED = (
+    "Say <tool_call>\n<function=f>\n<parameter=number>\n1\n</parameter>\n</function>\n</tool_call>"
+)
+CLOSING = "a </parameter> b </function> c </tool_call> d"
 CASES = {
     "plain": ("  1 < 2 ", {"content": "1 < 2 "}),
     "reasoning": ("<think>\nSo.\n</think>\n\nYes.", {"reasoning": "\nSo.\n", "content": "Yes."}),
     "no end": ("<think>So <b", {"reasoning": "So <b"}),
     "no reasoning": ("<think></think>Yes", {"content": "Yes"}),
-    "nested": (write_call(arguments=NESTED), {"tool_calls": [["add", NESTED]]}),
     "spaces, another order and more keys": (
         '<tool_call>{ "id": {"b": 2}, "arguments" : {"a": 1 } , "name" : "add"\n } </tool_call>',
         {"tool_calls": [ADD]},
@@ -114,20 +117,7 @@ CASES = {
         f"<think>So{write_call()}\n</think>\nYes</think>",
         {"reasoning": "So", "tool_calls": [ADD], "content": "Yes</think>"},
     ),
-    "a call in a value": (
-        "<tool_call><function=add><parameter=text>\nSay <tool_call>\n<function=f>\n"
-        "<parameter=number>\n1\n</parameter>\n</function>\n</tool_call>\n</parameter></function>"
-        "</tool_call>",
-        {
-            "tool_calls": [
-                [
-                    "add",
-                    '{"text": "Say <tool_call>\\n<function=f>\\n<parameter=number>\\n1'
-                    '\\n</parameter>\\n</function>\\n</tool_call>"}',
-                ]
-            ]
-        },
-    ),
+    "a call in a value": (write_tags("<parameter=text>", NESTED, "</parameter>"), say(NESTED)),
     "no parameters": (
         "<tool_call><function=find></function></tool_call>",
         {"tool_calls": [FIND]},
@@ -138,21 +128,9 @@ CASES = {
         f"I say: {write_tags(*TEXT).removeprefix('<tool_call>')}\nDone.",
         {"content": "I say: \n\nDone.", **say("hello")},
     ),
-    "cut off in reasoning": (
-        "<think><tool_call><function=add></think>Yes.",
-        {"reasoning": "<tool_call><function=add>", "content": "Yes."},
-    ),
-    "a value with </tool_call>": (
-        write_tags("<parameter=text>", "end with </tool_call>", "</parameter>") + "Done.",
-        {**say("end with </tool_call>"), "content": "Done."},
-    ),
     "a value with closing tags": (
-        write_tags("<parameter=text>", "a </parameter> b </function> c", "</parameter>"),
-        say("a </parameter> b </function> c"),
-    ),
-    "a value with a call in a JSON string": (
-        write_call(arguments=json.dumps({"a": write_call()})),
-        {"tool_calls": [["add", json.dumps({"a": write_call()})]]},
+        write_tags("<parameter=text>", CLOSING, "</parameter>") + "Done.",
+        {**say(CLOSING), "content": "Done."},
     ),
     "quoted names": (
         write_tags(*TEXT, *NUMBER)
@@ -181,7 +159,6 @@ CASES = {
             **say("hello"),
         },
     ),
-    "a call in tags ends reasoning": (f"<think>So.{EXAMPLE}", {"reasoning": "So.", **say("hello")}),
     "no closing tag": (
         write_call().removesuffix("</tool_call>")
         + "<tool_call>no<tool_call>{}"
@@ -293,7 +270,6 @@ def test_the_prompt_can_begin_the_reasoning():
     assert parse(["So."], last_tag=THINK)[0] == {"reasoning": "So."}
     for again in ("<think>So.</think>Yes.", "\n<think>So.</think>\nYes."):
         assert parse(again, last_tag=THINK)[0] == {"reasoning": "So.", "content": "Yes."}
-    assert parse(["So."], last_tag="</think>")[0] == {"content": "So."}
     assert parse(["So."], False, [], last_tag=THINK)[0] == {"content": "So."}
 
 

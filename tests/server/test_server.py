@@ -1,7 +1,7 @@
 """The server as a user starts it: OpenAI's client, raw bytes, disconnects, signals, bad input."""
 
-import json
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,11 +14,22 @@ import pydantic
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from server_helpers import CLIENT, KEY, OPTIONS, connect, count_decodes, post, start, stream
+from project_helpers import reject
+from server_helpers import (
+    CLIENT,
+    KEY,
+    OPTIONS,
+    connect,
+    count_decodes,
+    post,
+    read_events,
+    start,
+    stream,
+)
 
 from nanovllm import SamplingParams
+from nanovllm.server import web_server
 from nanovllm.server.parameters import CHAT, COMPLETION, NEUTRAL
-from nanovllm.server.web_server import main
 
 LONG = {"prompt": [5], "max_tokens": 900, "ignore_eos": True, "n": 4}
 QUESTION = [{"role": "user", "content": "What is 12 + 30?"}]
@@ -67,9 +78,7 @@ def test_a_stream_adds_up_to_the_reply_and_ends_with_the_usage(url):
     options = {"stream": True, "stream_options": {"include_usage": True}}
     response = post(url, {**body, **options}, path)
     assert response.headers["content-type"].startswith("text/event-stream")
-    *events, done, rest = response.text.split("\n\n")
-    assert done + rest == "data: [DONE]"
-    *chunks, last = [json.loads(event.removeprefix("data: ")) for event in events]
+    *chunks, last = read_events(response.text)
     assert last["choices"] == []
     assert last["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
     assert {chunk["usage"] for chunk in chunks} == {None}
@@ -79,7 +88,6 @@ def test_a_stream_adds_up_to_the_reply_and_ends_with_the_usage(url):
         (part,) = chunk["choices"]
         text += part["delta"]["content"]
         logprobs += part["logprobs"]["content"]
-        assert ("role" in part["delta"]) == (number == 1)
         assert part["finish_reason"] == ("stop" if number == len(chunks) else None)
     assert text == choice["message"]["content"]
     assert logprobs == choice["logprobs"]["content"]
@@ -89,8 +97,8 @@ def test_each_chunk_has_the_usage_of_its_choice(url):
     """As in vLLM. The last chunk has that of all choices, and each prompt counts once."""
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = {"prompt": ["a", "a b c"], "n": 2, "max_tokens": 3, "ignore_eos": True}
-    lines = post(url, {**body, "stream": True, "stream_options": options}).text.split("\n\n")
-    *chunks, last = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+    body |= {"stream": True, "stream_options": options}
+    *chunks, last = read_events(post(url, body).text)
     newest = {chunk["choices"][0]["index"]: chunk["usage"] for chunk in chunks}
     for usage in newest.values():
         assert usage["completion_tokens"] == 3
@@ -98,7 +106,7 @@ def test_each_chunk_has_the_usage_of_its_choice(url):
     assert last["usage"]["completion_tokens"] == 3 * 4
     assert last["usage"]["prompt_tokens"] == sum(newest[i]["prompt_tokens"] for i in (0, 2))
     options["include_usage"] = None  # without it, the other option is ignored
-    assert "usage" not in post(url, {**body, "stream": True, "stream_options": options}).text
+    assert "usage" not in post(url, body).text
 
 
 def test_echo_scores_the_prompt(client, llm):
@@ -115,11 +123,9 @@ def test_echo_scores_the_prompt(client, llm):
     token_ids = prompt + expected["token_ids"]
     entries = expected["prompt_logprobs"] + expected["logprobs"]
     logprobs = [entry[token_id] for token_id, entry in zip(token_ids[1:], entries[1:])]
-    found = choice.logprobs
-    assert found.token_logprobs[0] is None
-    assert found.token_logprobs[1:] == pytest.approx(logprobs, abs=1e-4)
-    assert max(found.top_logprobs[1].values()) == pytest.approx(max(entries[1].values()), abs=1e-4)
-    assert found.text_offset[:2] == [0, len(found.tokens[0])]
+    first, *others = choice.logprobs.token_logprobs
+    assert first is None
+    assert others == pytest.approx(logprobs, abs=1e-4)
 
 
 class Sum(pydantic.BaseModel):
@@ -147,8 +153,6 @@ def test_formats_and_required_calls_are_valid_json(client):
         (choice,) = events.get_final_completion().choices
     assert "tool_calls.function.arguments.delta" in kinds
     assert isinstance(choice.message.tool_calls[0].function.parsed_arguments, Sum)
-    with pytest.raises(openai.BadRequestError, match="tools need a chat template"):
-        client.chat.completions.create(**chat, **tools)
 
 
 def test_texts_are_tokenized_and_tokens_detokenized(url, llm):
@@ -165,24 +169,6 @@ def test_texts_are_tokenized_and_tokens_detokenized(url, llm):
         assert reply == {"tokens": expected, "count": len(expected), "max_model_len": 1024}
         text = post(url, {"tokens": expected}, "/detokenize").json()["prompt"]
         assert text == llm.tokenizer.decode(expected)
-
-
-@pytest.mark.parametrize(
-    "path, body, param",
-    [
-        ("/tokenize", {}, "prompt"),
-        ("/tokenize", {"prompt": "x", "messages": QUESTION}, "prompt"),
-        ("/tokenize", {"messages": []}, "messages"),
-        ("/tokenize", {"prompt": "x" * 10**6}, "prompt"),
-        ("/detokenize", {"tokens": ["x"]}, "tokens[0]"),
-        ("/detokenize", {"tokens": [10**6]}, "tokens"),
-    ],
-)
-def test_what_cannot_be_tokenized_is_named(url, path, body, param):
-    response = post(url, body, path)
-    assert response.status_code in (400, 404)
-    assert response.json()["error"]["param"] == param
-    assert post(url, body, path, Authorization="").status_code == 401
 
 
 # --- many clients
@@ -203,35 +189,23 @@ def test_64_clients_share_steps(url):
 
 
 @pytest.mark.parametrize(
-    "body, status, message",
+    "body, message",
     [
-        ({"prompt": "x", "temperature": -1}, 400, "temperature must be at least 0.0"),
-        ({"prompt": "\ud800"}, 400, "surrogates not allowed"),
-        ({}, 400, "prompts must be"),
-        ([], 400, "JSON object"),
-        (b"[" * 100_000, 400, "not JSON"),
-        ({"prompt": "x", "logit_bias": {}, "tools": None, "best_of": 1, "user": "me"}, 200, "text"),
+        ({"prompt": "x", "temperature": -1}, "temperature must be at least 0.0"),
+        ({"prompt": "\ud800"}, "surrogates not allowed"),
+        ([], "JSON object"),
+        (b"[" * 100_000, "not JSON"),
     ],
 )
-def test_errors_have_the_engines_message(url, body, status, message):
-    """Unsupported parameters may have neutral values."""
+def test_errors_have_the_engines_message(url, body, message):
     response = post(url, body)
-    assert response.status_code == status
-    assert message in response.text
+    assert response.status_code == 400
+    assert message in response.json()["error"]["message"]
 
 
-@pytest.mark.parametrize(
-    "path, status, text",
-    [
-        ("/health", 200, ""),
-        ("/playground/events", 404, "Not Found"),
-        ("/", 200, "--playground"),
-    ],
-)
-def test_there_is_no_playground(url, path, status, text):
-    response = CLIENT.get(url + path)
-    assert response.status_code == status
-    assert text in response.text
+def test_there_is_no_playground(url):
+    assert CLIENT.get(f"{url}/playground/events").status_code == 404
+    assert "--playground" in CLIENT.get(url).text
 
 
 TEXTS = st.text(max_size=5)
@@ -364,18 +338,31 @@ def test_a_failed_engine_ends_the_server():
         assert process.wait(20) == 1
 
 
+def reject_options(monkeypatch, capsys, *arguments):
+    monkeypatch.setattr(sys, "argv", ["server", *arguments])
+    return reject(capsys, web_server.main)
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
         (["--max-num-seqs", "0"], "max_num_seqs must be at least 1"),
         (["nowhere/at/all"], "no such directory"),
+        (["--port", "99999"], "--port 99999 is not available"),
+        (["--host", "host.invalid", "--port", "0"], "--host host.invalid --port 0"),
+        (["--api-key", ""], "NANOVLLM_API_KEY"),
         (["--playground", "--host", "0.0.0.0"], "use --host 127.0.0.1"),
         (["--playground", "--api-key", "secret"], "none of --api-key, --allowed-origins"),
         (["--playground", "--allowed-origins", "*"], "none of --api-key, --allowed-origins"),
     ],
 )
 def test_invalid_options_are_named(monkeypatch, capsys, arguments, message):
-    monkeypatch.setattr(sys, "argv", ["server", *arguments])
-    with pytest.raises(SystemExit, match="2"):
-        main()
-    assert message in capsys.readouterr().err
+    assert message in reject_options(monkeypatch, capsys, *arguments)
+
+
+def test_a_port_that_is_taken_is_reported_before_the_model_is_loaded(monkeypatch, capsys):
+    monkeypatch.setattr(web_server, "LLM", None)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        error = reject_options(monkeypatch, capsys, "--port", str(port))
+    assert f"--host 127.0.0.1 --port {port} is not available" in error

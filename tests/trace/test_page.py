@@ -226,7 +226,6 @@ def plan_oddly(self, step):
             "",
         ),
         (serve_busily, {}, plan_oddly, "oldest.*preempted"),
-        (serve_drafts, {"num_speculative_tokens": 3}, plan, "3 draft.*1.*2 tokens"),
         (serve_busily, WITH_STATES, plan, "K/V of the first 12 tokens of B, but not the state"),
         (
             serve_drafts,
@@ -416,7 +415,6 @@ def test_the_choice_of_a_grammar(tmp_path):
     assert "It allows 10 other tokens." in words
     assert sorted(text for text, _ in allows) == list("0123456789")
     assert [kind for _, kind in allows] == ["sampled"] + [""] * 9
-    allowed = {text for text, _ in allows}
-    kinds = [(text, "" if text in allowed else "rejected") for text, _ in prefers]
-    assert [(text, kind.replace("sampled", "").strip()) for text, kind in prefers] == kinds
     assert len(prefers) == 12
+    for text, kind in prefers:
+        assert (kind == "rejected") == (text not in "0123456789")
