@@ -90,6 +90,22 @@ def test_it_is_true_after_every_step(tiny, path, options):
     assert timeline.file.closed
 
 
+def test_a_duplicate_is_cached_when_its_copy_is_evicted_in_the_same_step(tiny, path):
+    options = {"kvcache_block_size": 4, "num_kvcache_blocks": 5, "max_model_len": 16}
+    with LLM(tiny[0], trace=path, **options) as llm:
+        prompt = random_prompt(1, 8)
+        llm.generate([prompt], greedy(1), use_tqdm=False)  # leaves two cached blocks
+        # The first request has a duplicate of the second one, which the other request takes.
+        llm.generate([prompt, random_prompt(2, 12)], greedy(1), use_tqdm=False)
+        cached = llm.scheduler.block_manager.hash_to_block_id
+    _, step = trace.read(path)
+    (planned,) = step.lanes[0]["full_blocks"]
+    (late,) = step.lanes[0]["late_blocks"]
+    block_id, is_cached, block_hash = late
+    assert [*planned] == [block_id, False, block_hash]
+    assert is_cached and cached[int(block_hash, 16)] == block_id
+
+
 def test_a_step_that_is_written_and_interrupted_is_followed_by_a_reset(tiny, path, monkeypatch):
     """An interrupt before it is written is one of test_page.py's."""
     llm = LLM(tiny[0], trace=path, **SMALL)
