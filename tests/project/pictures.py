@@ -277,6 +277,8 @@ def graphs(picture):
     """
     graphs = object.__new__(CudaGraphs)
     graphs.largest = Kind(num_tokens=2048, num_decodes=256, num_long_queries=256)
+    graphs.graphs = {}
+    graphs.hooks = []
     for y, tokens, decodes, long in ((62, "ABCDE", "ABCDE", ""), (212, "ABCCCCCCCCC", "AB", "C")):
         batch = Namespace(input_ids=tokens, context_lens=decodes + long, long_queries=long)
         kind = graphs.find_kind(batch)
