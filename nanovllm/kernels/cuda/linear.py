@@ -100,7 +100,6 @@ class FastLinear(OptimizedLayer):
         if isinstance(weight, QuantizedWeight):
             scheme = weight.scheme
             parts = [weight.codes, weight.scales, weight.zeros]
-        precision = "ieee" if x.dtype == torch.float32 else "tf32"  # no effect on 16-bit operands
         is_split = tile.programs > 0
         step = _K if is_split else triton.next_power_of_2(in_features)
         launch = prepare(
@@ -113,7 +112,6 @@ class FastLinear(OptimizedLayer):
             N=tile.outputs,
             M=tile.rows,
             K=step,
-            PRECISION=precision,
             num_warps=tile.num_warps,
             num_stages=_NUM_STAGES if is_split else 1,
         )
@@ -171,7 +169,6 @@ def _multiply_kernel(
     N: constexpr,
     M: constexpr,
     K: constexpr,
-    PRECISION: constexpr,
 ):
     # 64 bits, because a vocabulary times the inputs or the rows overflows 32 bits.
     outputs = (tl.program_id(0) * N + tl.arange(0, N)[:, None]).to(tl.int64)
@@ -218,7 +215,7 @@ def _multiply_kernel(
         else:
             mask = is_row & is_input[:, None]
             x = tl.load(x_ptr + rows * IN_FEATURES + inputs[:, None], mask=mask, other=0.0)
-            acc = tl.dot(weight, x, acc, input_precision=PRECISION)
+            acc = tl.dot(weight, x, acc, input_precision="ieee")  # no effect on 16-bit operands
     if bias_ptr is not None:
         if split == 0:
             acc += tl.load(bias_ptr + outputs, mask=is_output, other=0.0)

@@ -247,7 +247,6 @@ def _prepare(
         D=dim,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
-        PRECISION="ieee" if dtype == torch.float32 else "tf32",  # no effect on 16-bit operands
         WINDOW=window,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
