@@ -94,7 +94,6 @@ def time_attention(
         changes["_PROGRAMS_PER_PROCESSOR"] = programs
     if min_tokens is not None:
         changes["_MIN_TOKENS_PER_SPLIT"] = min_tokens
-    attention._prepare.cache_clear()  # it keeps the kernels of the last choice
     with patch.multiple(attention, **changes) if changes else nullcontext():
         attend, error = check_attention(shape, dtype)
         return time_call(attend, DEVICE), error
