@@ -6,12 +6,9 @@ Without a GPU, a stand-in for a graph calls the captured function again on the s
 import random
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
-from importlib import reload
+from dataclasses import replace
 from time import sleep
 from types import SimpleNamespace
-from typing import Annotated
 
 import pytest
 import torch
@@ -25,15 +22,13 @@ from conftest import (
 )
 from families import make_family
 from graph_helpers import capture_on_the_cpu, make_graphs, repeat_steps
-from torch import Tensor, nn
+from torch import nn
 
-from nanovllm import batch as batch_module
-from nanovllm.batch import Batch
 from nanovllm.kernels.cuda import graphs
 from nanovllm.kernels.cuda.graphs import CudaGraphs
 from nanovllm.kernels.cuda.launch import prepare
-from nanovllm.layers import attention, packing
-from nanovllm.layers.packing import ARRAYS, pack, unpack
+from nanovllm.layers import attention
+from nanovllm.layers.packing import ARRAYS
 from nanovllm.worker.startup import make_step
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -44,6 +39,7 @@ class Recorder(nn.Module):
 
     def __init__(self):
         super().__init__()
+        self.weight = nn.Parameter(torch.zeros(30))
         self.seen = []
 
     def forward(self, batch, kv_caches=()):
@@ -52,8 +48,7 @@ class Recorder(nn.Module):
 
 
 def make_decoder_graphs(decoder, batch, max_num_tokens=0):
-    step = partial(decoder, kv_caches=[])
-    return CudaGraphs(step, decoder, batch, torch.device("cpu"), max_num_tokens)
+    return CudaGraphs(decoder, decoder, batch, torch.device("cpu"), max_num_tokens)
 
 
 def make_decodes(num_seqs):
@@ -90,7 +85,6 @@ def test_some_graphs_are_captured_at_the_start(monkeypatch, only_largest, decode
     monkeypatch.setattr(Backend, "GRAPHS_HAVE_DECODES_ONLY", decodes_only)
     monkeypatch.setattr(graphs, "_TOKENS_TIMES_WEIGHT", 30 * 40)
     decoder = Recorder()
-    decoder.weight = nn.Parameter(torch.zeros(30))
     tables = torch.zeros(2, 9, dtype=torch.int32)
     batches = [
         make_decodes(40),
@@ -113,7 +107,6 @@ def test_graphs_of_prompts_can_fail_alone(monkeypatch, failing):
     """As a kernel for prompts or for decodes can fail on some GPU."""
     monkeypatch.setattr(graphs, "can_replay", lambda _, batch: len(batch.input_ids) != failing)
     decoder = Recorder()
-    decoder.weight = nn.Parameter(torch.zeros(30))
     prompt = make_batch([2], [2], torch.zeros(1, 9, dtype=torch.int32))
     captured = capture_on_the_cpu(monkeypatch, decoder, Backend, [make_decodes(1), prompt])
     if failing == 1:
@@ -156,10 +149,9 @@ def test_padding_reads_and_writes_nothing(monkeypatch, has_windows, is_interpret
         )
     decoder = Recorder()
     captured = make_decoder_graphs(decoder, decodes, 48)
-    paddings = dict(input_ids=0, positions=0, slot_mapping=-1, context_lens=0, logits_indices=0)
-    paddings |= dict(read_slots=0, write_slots=0)
-    if has_windows:
-        paddings["window_slots"] = -1
+    names = "input_ids positions context_lens logits_indices read_slots write_slots"
+    paddings = dict.fromkeys(names.split(), 0)
+    paddings |= {"slot_mapping": -1, "window_slots": -1}
     for _ in range(6 if is_interpreted else 60):
         batch = make_random_batch(rng, 6, has_windows)
         hidden = captured.run(batch, captured.find_kind(batch))
@@ -184,49 +176,6 @@ def test_padding_reads_and_writes_nothing(monkeypatch, has_windows, is_interpret
         # Kernels count tiles from the number of decodes before a query, see find_tile.
         assert surplus == list(range(num_seqs, num_seqs + len(surplus)))
         assert num_seqs + len(surplus) <= len(seen.context_lens)
-
-
-EMPTY = torch.zeros(0)
-
-
-@dataclass(frozen=True)
-class LongerBatch(Batch):
-    # make_batch sets no values for these.
-    draws: Annotated[Tensor, "num_logits"] = EMPTY
-    states: Annotated[Tensor, "num_seqs", {"padding": -1}] = EMPTY
-
-
-@pytest.fixture
-def make_longer_batch(monkeypatch):
-    """A function that makes a batch with two more fields, as if batch.py declared them."""
-
-    def make(draws, states):
-        tables = torch.zeros(len(states), 2, dtype=torch.int32)
-        batch = make_batch([1] * len(states), [5] * len(states), tables)
-        more = [torch.tensor(values, dtype=torch.int32) for values in (draws, states)]
-        return replace(batch, draws=more[0], states=more[1])
-
-    monkeypatch.setattr(batch_module, "Batch", LongerBatch)
-    reload(packing)
-    yield make
-    monkeypatch.undo()
-    reload(packing)
-
-
-def test_new_fields_arrive_on_another_rank_and_in_a_replay(make_longer_batch, monkeypatch):
-    repeat_steps(monkeypatch)
-    batch = make_longer_batch([7, 8, 9], [1, 2, 3])
-    received = unpack(pack(batch))
-    assert received.draws.tolist() == [7, 8, 9]
-    assert received.states.tolist() == [1, 2, 3]
-    decoder = Recorder()
-    captured = make_decoder_graphs(decoder, make_longer_batch([0] * 4, [0] * 4))
-    captured.run(batch, captured.largest)
-    seen = decoder.seen[-1]
-    assert seen.draws.tolist() == [7, 8, 9, 0]
-    assert seen.states.tolist() == [1, 2, 3, -1]
-    with pytest.raises(AssertionError, match=r"draws \[num_logits\] has 2 elements, not 3"):
-        pack(make_longer_batch([7, 8], [1, 2, 3]))
 
 
 @pytest.mark.parametrize("query_lens", [[1, 1, 1], [1, 2]])
