@@ -95,10 +95,12 @@ class FastLinear(OptimizedLayer):
         if tile is None:
             return multiply(x, weight, bias)
         x = x.contiguous()
-        scheme = None
+        bits = None
+        group_size = None
         parts = [weight, None, None]
         if isinstance(weight, QuantizedWeight):
-            scheme = weight.scheme
+            bits = weight.scheme.bits
+            group_size = weight.scheme.group_size
             parts = [weight.codes, weight.scales, weight.zeros]
         is_split = tile.programs > 0
         step = _K if is_split else triton.next_power_of_2(in_features)
@@ -107,8 +109,8 @@ class FastLinear(OptimizedLayer):
             (x, bias),
             out_features,
             IN_FEATURES=in_features,
-            BITS=scheme.bits if scheme is not None else None,
-            GROUP=scheme.group_size if scheme is not None else None,
+            BITS=bits,
+            GROUP=group_size,
             N=tile.outputs,
             M=tile.rows,
             K=step,

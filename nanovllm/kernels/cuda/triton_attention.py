@@ -91,7 +91,7 @@ def store_kvcache(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Te
     row_size = num_kv_heads * head_dim
     assert key.stride()[1:] == value.stride()[1:] == (head_dim, 1) and kv_cache.is_contiguous()
     sizes = (key.stride(0), value.stride(0), row_size)
-    block = min(1024, triton.next_power_of_2(row_size))
+    block = triton.next_power_of_2(row_size)
     launch = prepare(_store_kvcache_kernel, (key, value), *sizes, BLOCK=block)
     launch((num_tokens, 1, 1), key, value, *kv_cache, slot_mapping, *sizes)
 
@@ -113,13 +113,12 @@ def _store_kvcache_kernel(
     # 64 bits, because slot * row_size overflows 32 bits in large caches.
     slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
     if slot >= 0:
-        for start in range(0, row_size, BLOCK):
-            offsets = start + tl.arange(0, BLOCK)
-            mask = offsets < row_size
-            key = tl.load(key_ptr + token * key_stride + offsets, mask=mask)
-            tl.store(key_cache_ptr + slot * row_size + offsets, key, mask=mask)
-            value = tl.load(value_ptr + token * value_stride + offsets, mask=mask)
-            tl.store(value_cache_ptr + slot * row_size + offsets, value, mask=mask)
+        offsets = tl.arange(0, BLOCK)
+        mask = offsets < row_size
+        key = tl.load(key_ptr + token * key_stride + offsets, mask=mask)
+        tl.store(key_cache_ptr + slot * row_size + offsets, key, mask=mask)
+        value = tl.load(value_ptr + token * value_stride + offsets, mask=mask)
+        tl.store(value_cache_ptr + slot * row_size + offsets, value, mask=mask)
 
 
 def attend(query: Tensor, kv_cache: Tensor, batch: Batch, shape: AttentionShape) -> Tensor:
