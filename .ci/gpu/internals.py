@@ -28,6 +28,7 @@ from nanovllm.benchmark.roofline import count_prefill as count_prefill
 from nanovllm.benchmark.roofline import find_sizes as find_sizes
 from nanovllm.benchmark.roofline import measure_peak_rates as measure_peak_rates
 from nanovllm.benchmark.shapes import SHAPES as SHAPES
+from nanovllm.engine.model_runner import Sampled as Sampled
 from nanovllm.kernels.attention_check import BatchShape, compare_with_torch
 from nanovllm.kernels.bench import TOLERANCES, time_call
 from nanovllm.kernels.cuda import graphs, linear
@@ -94,7 +95,6 @@ def time_attention(
         changes["_PROGRAMS_PER_PROCESSOR"] = programs
     if min_tokens is not None:
         changes["_MIN_TOKENS_PER_SPLIT"] = min_tokens
-    attention._prepare.cache_clear()  # it keeps the kernels of the last choice
     with patch.multiple(attention, **changes) if changes else nullcontext():
         attend, error = check_attention(shape, dtype)
         return time_call(attend, DEVICE), error

@@ -29,6 +29,7 @@ from internals import (
     DEVICE,
     ON_GPU,
     SHAPES,
+    Sampled,
     count_decode,
     count_prefill,
     describe_hardware,
@@ -102,19 +103,17 @@ def run_prefills(llm: LLM) -> None:
 
 def time_steps(title: str, step: Step, number: int, floor_ms: float | None) -> None:
     """Print the median milliseconds of a step, and of the host's wait in it."""
-    tolist = torch.Tensor.tolist
+    read = Sampled.read
     waits = []
     walls = []
 
-    def wait(tensor):
-        # Of tensors on the device, only token ids are read.
+    def wait(sampled):
         start = time.perf_counter()
-        values = tolist(tensor)
-        if tensor.device.type == DEVICE.type:
-            waits[-1] += time.perf_counter() - start
-        return values
+        found = read(sampled)
+        waits[-1] += time.perf_counter() - start
+        return found
 
-    with patch.object(torch.Tensor, "tolist", wait):
+    with patch.object(Sampled, "read", wait):
         for _ in range(number):
             waits.append(0.0)
             start = time.perf_counter()

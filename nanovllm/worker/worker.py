@@ -128,8 +128,10 @@ class Worker:
         has_pending_tokens = batch.input_ids.min() < 0
         if has_pending_tokens:
             self.tp.broadcast(self.newest_tokens)
-        if self.graphs is not None and self.graphs.covers(batch):
-            return self.graphs.run(batch)
+        if self.graphs is not None:
+            kind = self.graphs.find_kind(batch)
+            if kind is not None:
+                return self.graphs.run(batch, kind)
         batch = copy_to(batch, self.device)
         if has_pending_tokens:
             batch = fill_pending(batch, self.newest_tokens)

@@ -1,7 +1,6 @@
 """Compiles the Triton kernels for GPUs that are not here, and inspects the machine code.
 
     python tests/kernels/compiled.py 90              kernels of a few models on sm_90, as JSON lines
-    python tests/kernels/compiled.py 90 --all        the same for many models
     python tests/kernels/compiled.py 90 --serving    what an engine compiles at start and afterwards
 
 Several GPUs can be given, as in `compiled.py 80 90 100`. Triton gets a driver that claims to drive
@@ -20,7 +19,6 @@ import tempfile
 from argparse import ArgumentParser
 from contextlib import suppress
 from functools import partial
-from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,7 +34,7 @@ import torch
 import torch.nn.functional as F
 import triton
 from conftest import make_batch, make_checkpoint, make_sampling_batch
-from kernel_helpers import make_moe_spec, make_spec
+from kernel_helpers import make_delta_rule, make_delta_step, make_moe_spec, make_spec
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
@@ -48,10 +46,8 @@ from nanovllm.engine.warm_up import sample_each_kind
 from nanovllm.kernels import kernelize, replacement
 from nanovllm.kernels.cuda import graphs, layers, linear
 from nanovllm.kernels.cuda import triton_attention as attention
-from nanovllm.layers.gated_delta import DeltaInputs, DeltaSizes, GatedDeltaRule
 from nanovllm.layers.linear import ColumnParallelLinear
 from nanovllm.layers.packing import pack, unpack
-from nanovllm.layers.quantized import Scheme
 from nanovllm.layers.rotary import RopeSpec
 from nanovllm.layers.sampler import Sampler
 from nanovllm.layers.tensor_parallel import ALONE
@@ -65,14 +61,12 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuob
 SHARED_LIMIT = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes of a block
 MATRIX_INSTRUCTIONS = ["mma.sync", "wgmma", "tcgen05.mma"]
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-FEW = {  # dtype, head_dim and group_size, by compute capability
+MODELS = {  # dtype, head_dim and group_size, by compute capability
     80: [(BF16, 64, 8), (F32, 128, 7)],
     89: [(BF16, 128, 2), (F16, 256, 1)],
     90: [(BF16, 128, 2), (BF16, 256, 4)],
     100: [(BF16, 128, 2)],
 }
-ALL = list(product((BF16, F16, F32), (64, 80, 96, 128, 256), (1, 2, 4, 7, 8, 16)))
-ALL_SCHEMES = [Scheme(bits, group_size) for bits in (4, 8) for group_size in (32, 64, 128)]
 
 
 def make_driver(arch, launched):
@@ -151,17 +145,12 @@ def launch_experts(dtype):
 
 
 @torch.inference_mode()
-def launch_gated_delta(dtype, heads):
-    """Launch a mixed step and decodes, with inputs that are parts of one projection."""
-    layer = GatedDeltaRule(DeltaSizes(*heads, 128, 128, conv_size=4), norm_eps=1e-6, dtype=dtype)
+def launch_gated_delta(dtype):
+    """Launch a mixed step and decodes."""
+    layer = make_delta_rule((16, 32, 128, 128), dtype)
     kernelize(layer, torch.device("cuda"), dtype)
-    sizes = [sum(layer.qkv_sizes), layer.qkv_sizes[2], layer.num_value_heads, layer.num_value_heads]
-    states = torch.empty(1, layer.matrices_size + 3 * sizes[0])
     for query_lens in ([1, 33], [1, 1]):
-        projected = torch.empty(sum(query_lens), sum(sizes), dtype=dtype)
-        inputs = DeltaInputs(*projected.split(sizes, dim=1))
-        batch = make_batch(query_lens, query_lens, torch.zeros(2, 1, dtype=torch.int32))
-        layer(inputs, states, worker.copy_to(batch, torch.device("cuda")))
+        layer(*make_delta_step(layer, query_lens))
 
 
 plain_forward = Sampler.forward
@@ -198,7 +187,7 @@ def inspect(kernel):
     }
 
 
-def compile_models(models, schemes, delta_heads, arch, launched):
+def compile_models(arch, launched):
     """Print the kernels of each model, and the launches of two equal steps of the first one.
 
     `dispatched` names the launches that went through Triton's dispatch.
@@ -218,16 +207,16 @@ def compile_models(models, schemes, delta_heads, arch, launched):
 
     triton.compiler.compile = record_kernel
     JITFunction.run = record_dispatch
+    models = MODELS[arch]
     for dtype, head_dim, group_size in models[:1] + models:
         launched.clear()
         dispatched.clear()
         launch_model(dtype, head_dim, group_size)
-        for scheme in (None, *schemes):
+        for scheme in (None, INT4, INT8):
             launch_linear(dtype, scheme)
         if dtype != F32:
             launch_experts(dtype)
-        for heads in delta_heads:
-            launch_gated_delta(dtype, heads)
+        launch_gated_delta(dtype)
         print(json.dumps({"launched": launched, "dispatched": dispatched}))
         while compiled:
             setting = {"arch": arch, "dtype": str(dtype), "head_dim": head_dim}
@@ -237,7 +226,6 @@ def compile_models(models, schemes, delta_heads, arch, launched):
 LIFE = {  # prompt lengths and sampling params
     "lengths of 1 to 33": ([1, 2, 15, 16, 17, 31, 32, 33], {"temperature": 0.0}),
     "33 of 100, sampled": ([100] * 33, {}),
-    "top-k": ([7] * 5, {"top_k": 5}),
     "all filters": ([70] * 3, {"top_p": 0.9, "top_k": 900, "min_p": 0.1}),
     "penalties and logprobs": ([9, 30], {"repetition_penalty": 1.5, "logprobs": 3}),
     "1,500 tokens": ([1500], {}),
@@ -288,7 +276,7 @@ def serve(num_heads, num_kv_heads, vocab_size, enforce_eager):
         llm.generate(prompts, params, use_tqdm=False)
 
 
-def run(arch, is_serving, has_all_models):
+def run(arch, is_serving):
     launched = []
     driver.set_active(make_driver(arch, launched))
     replacement.find_optimized_layers = lambda device_type, dtype: layers.OPTIMIZED_LAYERS
@@ -299,21 +287,18 @@ def run(arch, is_serving, has_all_models):
     if is_serving:
         serve(16, 8, 2000, enforce_eager=False)
         serve(14, 2, 1009, enforce_eager=True)
-    elif has_all_models:
-        compile_models(ALL, ALL_SCHEMES, [(16, 16), (16, 48)], arch, launched)
     else:
-        compile_models(FEW[arch], [INT4, INT8], [(16, 32)], arch, launched)
+        compile_models(arch, launched)
 
 
 if __name__ == "__main__":
     parser = ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("archs", type=int, nargs="+", choices=SHARED_LIMIT, metavar="ARCH")
-    parser.add_argument("--all", action="store_true")
     parser.add_argument("--serving", action="store_true")
     args = parser.parse_args()
     for arch in args.archs:
         # A process for each GPU, because launchers keep the kernels of the first.
-        process = get_context("fork").Process(target=run, args=(arch, args.serving, args.all))
+        process = get_context("fork").Process(target=run, args=(arch, args.serving))
         process.start()
         process.join()
         if process.exitcode:

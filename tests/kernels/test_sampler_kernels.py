@@ -17,6 +17,11 @@ from nanovllm.kernels.fallback import report_once
 from nanovllm.layers.sampler import Sampler
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+all_kinds = pytest.mark.parametrize(
+    "model_dtype, dtype, vocab_size",
+    [(F32, F32, 5001), (BF16, BF16, 128), (BF16, F32, 97), (F16, F16, 97), (F16, F32, 3)],
+    ids=str,
+)
 
 
 def make_samplers(vocab_size, model_dtype, language, device):
@@ -25,18 +30,7 @@ def make_samplers(vocab_size, model_dtype, language, device):
 
 
 @all_kernels
-@pytest.mark.parametrize(
-    "model_dtype, dtype, vocab_size",
-    [
-        (F32, F32, 5),
-        (F32, F32, 5001),
-        (BF16, BF16, 1024),
-        (BF16, F32, 5001),
-        (F16, F16, 5001),
-        (F16, F32, 5),
-    ],
-    ids=str,
-)
+@all_kinds
 def test_optimized_sampler_draws_the_same_tokens(vocab_size, dtype, model_dtype, language, device):
     torch.manual_seed(0)
     logits = torch.randn(16, vocab_size).to(device, dtype)
@@ -133,11 +127,7 @@ EXTREME_PARAMS = [
 
 
 @all_kernels
-@pytest.mark.parametrize(
-    "model_dtype, dtype, vocab_size",
-    [(F32, F32, 5001), (BF16, BF16, 3), (BF16, F32, 3), (F16, F16, 3)],
-    ids=str,
-)
+@all_kinds
 def test_a_row_gives_minus_one_exactly_if_it_has_a_nan(
     vocab_size, dtype, model_dtype, language, device
 ):
@@ -169,18 +159,7 @@ def test_a_row_gives_minus_one_exactly_if_it_has_a_nan(
 
 
 @all_kernels
-@pytest.mark.parametrize(
-    "model_dtype, dtype, vocab_size",
-    [
-        (F32, F32, 3),
-        (F32, F32, 5000),
-        (BF16, BF16, 97),
-        (BF16, F32, 97),
-        (F16, F16, 97),
-        (F16, F32, 3),
-    ],
-    ids=str,
-)
+@all_kinds
 def test_optimized_filter_keeps_the_same_tokens(vocab_size, dtype, model_dtype, language, device):
     """Among many tokens, a sum that rounds differently can move the cut by one value."""
     torch.manual_seed(0)

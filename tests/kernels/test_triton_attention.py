@@ -9,6 +9,7 @@ from kernel_helpers import attend, compare_attention, make_step
 
 pytest.importorskip("triton", reason="triton is not installed")
 from nanovllm.kernels.cuda import triton_attention as triton_backend
+from nanovllm.kernels.cuda.launch import Launch
 
 
 @pytest.mark.parametrize(
@@ -46,60 +47,69 @@ def test_padding_of_a_cuda_graph_is_harmless(monkeypatch, lengths, num_surplus, 
 
 
 @pytest.fixture
-def launches(monkeypatch):
-    """The constants and the grid of each launch. Nothing is computed."""
-    found = []
-    monkeypatch.setattr(
-        triton_backend.Launch,
-        "__call__",
-        lambda self, grid, *_: found.append((self.constants, grid)),
-    )
-    return found
+def list_launches(monkeypatch):
+    """A function that attends, and returns the constants and the grid of each launch.
+
+    Nothing is computed. Heads are num_heads, num_kv_heads and head_dim.
+    """
+
+    def attend_to_nothing(query_lens, context_lens, heads, window=None):
+        found = []
+        monkeypatch.setattr(
+            Launch, "__call__", lambda self, grid, *_: found.append((self.constants, grid))
+        )
+        num_heads, num_kv_heads, head_dim = heads
+        query = torch.empty(sum(query_lens), num_heads, head_dim, dtype=torch.float16)
+        kv_cache = torch.empty(2, 1, 16, num_kv_heads, head_dim, dtype=torch.float16)
+        tables = torch.zeros(len(query_lens), 2000, dtype=torch.int32)
+        batch = make_batch(query_lens, context_lens, tables)
+        attend(triton_backend, query, kv_cache, batch, window)
+        return found
+
+    return attend_to_nothing
 
 
-def test_decodes_beside_a_prompt_add_few_tiles(launches):
+def test_decodes_beside_a_prompt_add_few_tiles(list_launches):
     """Tiles of 64 tokens for each of 8 KV heads, and an incomplete one for the prompt."""
-    query = torch.empty(255 + 64, 16, 128, dtype=torch.float16)
-    kv_cache = torch.empty(2, 1, 16, 8, 128, dtype=torch.float16)
-    tables = torch.zeros(256, 4, dtype=torch.int32)
-    batch = make_batch([1] * 200 + [64] + [1] * 55, [64] * 256, tables)
-    attend(triton_backend, query, kv_cache, batch)
+    launches = list_launches([1] * 200 + [64] + [1] * 55, [64] * 256, (16, 8, 128))
     assert [grid for _, grid in launches] == [(8, 256, 1), (5 * 8, 1, 1)]
 
 
 @pytest.mark.parametrize("head_dim, tokens", [(128, [128, 16]), (80, [16, 16])])
-def test_few_decodes_read_more_tokens_at_once(launches, head_dim, tokens):
+def test_few_decodes_read_more_tokens_at_once(list_launches, head_dim, tokens):
     """They are one or two sequences of a model with 8 KV heads."""
-    for num_seqs in (1, 32):
-        query = torch.empty(num_seqs, 16, head_dim, dtype=torch.float16)
-        kv_cache = torch.empty(2, 1, 16, 8, head_dim, dtype=torch.float16)
-        tables = torch.zeros(num_seqs, 4, dtype=torch.int32)
-        attend(triton_backend, query, kv_cache, make_batch([1] * num_seqs, [64] * num_seqs, tables))
-    assert [constants["N"] for constants, _ in launches] == tokens
+    launches = [list_launches([1] * n, [64] * n, (16, 8, head_dim)) for n in (1, 32)]
+    assert [constants["N"] for [(constants, _)] in launches] == tokens
 
 
 @pytest.mark.parametrize("context_len", [1000, 32_000])
-def test_decodes_split_only_the_window(launches, context_len):
+def test_decodes_split_only_the_window(list_launches, context_len):
     """Also in a CUDA graph, which is captured for the longest contexts."""
-    query = torch.empty(2, 4, 256, dtype=torch.float16)
-    kv_cache = torch.empty(2, 1, 16, 1, 256, dtype=torch.float16)
-    batch = make_batch([1, 1], [context_len, 40], torch.zeros(2, 2000, dtype=torch.int32))
-    attend(triton_backend, query, kv_cache, batch, window=512)
+    launches = list_launches([1, 1], [context_len, 40], (4, 1, 256), window=512)
     # Four splits, which are then combined.
     assert [grid for _, grid in launches] == [(1, 2, 4), (2, 4, 1)]
+
+
+@pytest.mark.parametrize("head_dim, width", [(16, 64), (20, 64), (128, 128), (130, 256)])
+def test_16_bit_tiles_are_not_of_32(list_launches, head_dim, width):
+    """Some releases of Triton fault with them on Hopper."""
+    for query_lens in ([1], [1] * 40, [30]):
+        launches = list_launches(query_lens, [300] * len(query_lens), (4, 2, head_dim))
+        assert {constants["D"] for constants, _ in launches} == {width}
+        assert launches[0][0]["N"] != 32
 
 
 def test_every_split_of_a_long_context_has_a_part_of_the_window(monkeypatch):
     """The sum of exponentials of an empty split is 0, and its logarithm -inf."""
     log_sums = []
-    launch = triton_backend.Launch.__call__
+    launch = Launch.__call__
 
     def record(self, grid, *args):
         if self.kernel is triton_backend.combine_splits_kernel:
             log_sums.append(args[1].clone())
         launch(self, grid, *args)
 
-    monkeypatch.setattr(triton_backend.Launch, "__call__", record)
+    monkeypatch.setattr(Launch, "__call__", record)
     step = make_step(([1], [2048]), (4, 2, 64), 16, torch.float32, DEVICE, window=512)
     attend(triton_backend, *step, window=512)
     assert log_sums[0].shape == (1, 4, 4)
@@ -121,30 +131,8 @@ def test_windows_of_some_rows_begin_after_a_tile(window):
     compare_attention(triton_backend, *step, window)
 
 
-@pytest.mark.parametrize(
-    "head_dim, kind",
-    [(16, "prefill"), (20, "decode"), (128, "few decodes"), (130, "prefill"), (256, "decode")],
-)
-def test_16_bit_tiles_are_not_of_32(head_dim, kind):
-    """Some releases of Triton fault with them on Hopper."""
-    query = (DEVICE, torch.float16, 0)
-    kernels = triton_backend._prepare(kind, *query, 4, 2, head_dim, 16, window=None)
-    width = next(width for width in (64, 128, 256) if head_dim <= width)
-    assert kernels.attend.constants["D"] == width
-    assert kernels.attend.constants["N"] != 32
-    assert kernels.combine.constants["D"] == width
-
-
-@pytest.mark.parametrize(
-    "head_dim, block_size, option",
-    [
-        (64, 4, "kvcache_block_size"),
-        (64, 48, "kvcache_block_size"),
-        (10, 16, "head_dim"),
-        (257, 16, "head_dim"),
-    ],
-)
-def test_unsupported_sizes_are_rejected(head_dim, block_size, option):
+@pytest.mark.parametrize("head_dim, block_size", [(64, 4), (64, 48), (10, 16), (257, 16)])
+def test_unsupported_sizes_are_rejected(head_dim, block_size):
     shape = make_shape(head_dim=head_dim)
     reason = triton_backend.reason_unavailable(DEVICE, torch.float16, shape, block_size)
-    assert option in reason
+    assert ("kvcache_block_size" if block_size != 16 else "head_dim") in reason

@@ -64,7 +64,6 @@ def attend_kernel(
     # The cache.
     HEAD_DIM: constexpr,
     BLOCK_SIZE: constexpr,
-    PRECISION: constexpr,
     WINDOW: constexpr,  # tokens that a query attends to, or None
 ):
     HAS_WINDOW: constexpr = WINDOW is not None
@@ -148,7 +147,8 @@ def attend_kernel(
             # so they are not loaded.
             is_read = exists[:, None] & (dims < HEAD_DIM)[None, :]
             key = tl.load(key_ptr + offsets, mask=is_read, other=0.0)
-            scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)  # [M, N]
+            # The precision is that of float32, and has no effect on 16-bit operands.
+            scores = tl.dot(query, tl.trans(key), input_precision="ieee")  # [M, N]
             if IS_MASKED:
                 is_visible = positions[None, :] <= last_visible[:, None]
                 if HAS_WINDOW and IS_DECODE:
@@ -166,7 +166,7 @@ def attend_kernel(
             rescale = tl.exp2(row_max - base)
             value = tl.load(value_ptr + offsets, mask=is_read, other=0.0)
             acc = acc * rescale[:, None]
-            acc = tl.dot(weights.to(value.dtype), value, acc, input_precision=PRECISION)
+            acc = tl.dot(weights.to(value.dtype), value, acc, input_precision="ieee")
             row_sum = row_sum * rescale + tl.sum(weights, axis=1)
             row_max = new_max
 

@@ -39,7 +39,7 @@ def lay_out_kernel(
     padding = tl.load(arrays_ptr + 4)
     num_seqs = tl.load(packed_ptr + NUM_SEQS)
     width = tl.where(stride == 1, 1, tl.maximum(length // tl.maximum(num_seqs, 1), 1))
-    last = tl.load(source_ptr + tl.maximum(length, 1) - 1)
+    last = tl.load(source_ptr + length - 1, mask=length > 0, other=0)
     start = tl.program_id(1) * BLOCK
     for first in range(start, tl.maximum(length, static_length), tl.num_programs(1) * BLOCK):
         entries = first + tl.arange(0, BLOCK)

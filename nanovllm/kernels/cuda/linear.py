@@ -95,12 +95,13 @@ class FastLinear(OptimizedLayer):
         if tile is None:
             return multiply(x, weight, bias)
         x = x.contiguous()
-        scheme = None
+        bits = None
+        group_size = None
         parts = [weight, None, None]
         if isinstance(weight, QuantizedWeight):
-            scheme = weight.scheme
+            bits = weight.scheme.bits
+            group_size = weight.scheme.group_size
             parts = [weight.codes, weight.scales, weight.zeros]
-        precision = "ieee" if x.dtype == torch.float32 else "tf32"  # no effect on 16-bit operands
         is_split = tile.programs > 0
         step = _K if is_split else triton.next_power_of_2(in_features)
         launch = prepare(
@@ -108,12 +109,11 @@ class FastLinear(OptimizedLayer):
             (x, bias),
             out_features,
             IN_FEATURES=in_features,
-            BITS=scheme.bits if scheme is not None else None,
-            GROUP=scheme.group_size if scheme is not None else None,
+            BITS=bits,
+            GROUP=group_size,
             N=tile.outputs,
             M=tile.rows,
             K=step,
-            PRECISION=precision,
             num_warps=tile.num_warps,
             num_stages=_NUM_STAGES if is_split else 1,
         )
@@ -171,7 +171,6 @@ def _multiply_kernel(
     N: constexpr,
     M: constexpr,
     K: constexpr,
-    PRECISION: constexpr,
 ):
     # 64 bits, because a vocabulary times the inputs or the rows overflows 32 bits.
     outputs = (tl.program_id(0) * N + tl.arange(0, N)[:, None]).to(tl.int64)
@@ -218,7 +217,7 @@ def _multiply_kernel(
         else:
             mask = is_row & is_input[:, None]
             x = tl.load(x_ptr + rows * IN_FEATURES + inputs[:, None], mask=mask, other=0.0)
-            acc = tl.dot(weight, x, acc, input_precision=PRECISION)
+            acc = tl.dot(weight, x, acc, input_precision="ieee")  # no effect on 16-bit operands
     if bias_ptr is not None:
         if split == 0:
             acc += tl.load(bias_ptr + outputs, mask=is_output, other=0.0)

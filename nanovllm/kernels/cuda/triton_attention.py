@@ -8,7 +8,6 @@ the same kernel, launched once for each kind. A program computes one KV head and
     prefill   a tile of query tokens of one sequence and all of the context they attend to
 """
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -19,7 +18,7 @@ from triton.language import constexpr
 
 from nanovllm.batch import Batch
 from nanovllm.kernels.cuda.attention_kernels import attend_kernel, combine_splits_kernel
-from nanovllm.kernels.cuda.launch import Launch, describe_gpu, prepare
+from nanovllm.kernels.cuda.launch import describe_gpu, prepare
 from nanovllm.layers.attention import MAX_DRAFT_LEN as MAX_DRAFT_LEN
 from nanovllm.layers.attention import AttentionShape
 from nanovllm.layers.attention import make_cache as make_cache
@@ -66,7 +65,7 @@ _TILES = {
     "prefill, Hopper": {
         64: _Tile(128, 64, 8, 5),
         128: _Tile(128, 64, 8, 5),
-        256: _Tile(64, 64, 8, 3),  # not 32 tokens, because of the faults that _prepare avoids
+        256: _Tile(64, 64, 8, 3),  # not 32 tokens, because of the faults that _attend avoids
     },
 }
 
@@ -92,7 +91,7 @@ def store_kvcache(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Te
     row_size = num_kv_heads * head_dim
     assert key.stride()[1:] == value.stride()[1:] == (head_dim, 1) and kv_cache.is_contiguous()
     sizes = (key.stride(0), value.stride(0), row_size)
-    block = min(1024, triton.next_power_of_2(row_size))
+    block = triton.next_power_of_2(row_size)
     launch = prepare(_store_kvcache_kernel, (key, value), *sizes, BLOCK=block)
     launch((num_tokens, 1, 1), key, value, *kv_cache, slot_mapping, *sizes)
 
@@ -114,13 +113,12 @@ def _store_kvcache_kernel(
     # 64 bits, because slot * row_size overflows 32 bits in large caches.
     slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
     if slot >= 0:
-        for start in range(0, row_size, BLOCK):
-            offsets = start + tl.arange(0, BLOCK)
-            mask = offsets < row_size
-            key = tl.load(key_ptr + token * key_stride + offsets, mask=mask)
-            tl.store(key_cache_ptr + slot * row_size + offsets, key, mask=mask)
-            value = tl.load(value_ptr + token * value_stride + offsets, mask=mask)
-            tl.store(value_cache_ptr + slot * row_size + offsets, value, mask=mask)
+        offsets = tl.arange(0, BLOCK)
+        mask = offsets < row_size
+        key = tl.load(key_ptr + token * key_stride + offsets, mask=mask)
+        tl.store(key_cache_ptr + slot * row_size + offsets, key, mask=mask)
+        value = tl.load(value_ptr + token * value_stride + offsets, mask=mask)
+        tl.store(value_cache_ptr + slot * row_size + offsets, value, mask=mask)
 
 
 def attend(query: Tensor, kv_cache: Tensor, batch: Batch, shape: AttentionShape) -> Tensor:
@@ -149,29 +147,22 @@ def _attend(
     """Compute the rows of `output` that belong to decodes, or all other rows."""
     num_tokens, num_heads, head_dim = query.shape
     block_size, num_kv_heads = kv_cache.shape[2:4]
+    group_size = num_heads // num_kv_heads
     num_seqs = len(batch.context_lens)
     num_prefills = len(batch.long_queries)
     num_programs = num_seqs * num_kv_heads
-    _, num_processors = describe_gpu(query.device)
+    capability, num_processors = describe_gpu(query.device)
+    dim = triton.next_power_of_2(head_dim)
+    if query.dtype != torch.float32:
+        # On Hopper, Triton 3.6 and 3.7 fault with tiles of 32 (issues 10486, 10573 and 11366).
+        dim = max(dim, 64)
     kind = "prefill"
     if is_decode:
         is_few = num_programs <= _FEW_PROGRAMS * num_processors
         kind = "few decodes" if is_few and head_dim in _TILES["few decodes"] else "decode"
-    kernels = _prepare(
-        kind,
-        query.device,
-        query.dtype,
-        query.data_ptr() % 16,
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        block_size,
-        shape.window,
-    )
+    tile = _choose_tile(kind, dim, query.dtype, capability)
+    tokens = 1 if is_decode else max(1, tile.rows // group_size)  # query tokens of a program
     num_splits = 1
-    # Of each split: the normalized output, and log2 of its sum of exponentials.
-    split_outputs = kernels.unused
-    log_sums = kernels.unused
     if is_decode:
         max_visible = min(batch.max_seqlen_k, shape.window or batch.max_seqlen_k)
         num_splits = _count_splits(num_programs, max_visible, num_processors)
@@ -179,13 +170,29 @@ def _attend(
         grid = (num_kv_heads, num_seqs, num_splits)
     else:
         # As if all tokens were in these sequences, because in a CUDA graph they can be.
-        max_tiles = num_tokens // kernels.tokens + num_prefills
+        max_tiles = num_tokens // tokens + num_prefills
         grid = (max_tiles * num_kv_heads, 1, 1)
-    if num_splits > 1:
-        sizes = (num_seqs, num_heads, num_splits, head_dim)
-        split_outputs = query.new_empty(sizes, dtype=torch.float32)
-        log_sums = split_outputs.new_empty(sizes[:3])
-    kernels.attend(
+    # Of each split: the normalized output, and log2 of its sum of exponentials.
+    sizes = (num_seqs if num_splits > 1 else 0, num_heads, num_splits)
+    split_outputs = query.new_empty(*sizes, head_dim, dtype=torch.float32)
+    log_sums = split_outputs.new_empty(sizes)
+    launch = prepare(
+        attend_kernel,
+        (query,),
+        IS_DECODE=is_decode,
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=group_size,
+        TOKENS=tokens,
+        M=max(16, triton.next_power_of_2(tokens * group_size)),
+        N=tile.tokens,
+        D=dim,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        WINDOW=shape.window,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    launch(
         grid,
         query,
         *kv_cache,
@@ -202,65 +209,16 @@ def _attend(
         num_splits,
     )
     if num_splits > 1:
+        launch = prepare(
+            combine_splits_kernel,
+            (output,),
+            NUM_HEADS=num_heads,
+            D=dim,
+            HEAD_DIM=head_dim,
+            MAX_SPLITS=_MAX_SPLITS,
+        )
         grid = (num_seqs, num_heads, 1)
-        kernels.combine(grid, split_outputs, log_sums, batch.cu_seqlens_q, output, num_splits)
-
-
-class _Kernels(NamedTuple):
-    """The compiled kernels for one shape of model, and how to launch them."""
-
-    attend: Launch
-    combine: Launch
-    tokens: int  # query tokens of a program
-    unused: Tensor  # in place of the buffers if there is one split
-
-
-@cache
-def _prepare(
-    kind: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    alignment: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    block_size: int,
-    window: int | None,
-) -> _Kernels:
-    group_size = num_heads // num_kv_heads
-    dim = triton.next_power_of_2(head_dim)
-    if dtype != torch.float32:
-        # On Hopper, Triton 3.6 and 3.7 fault with tiles of 32 (issues 10486, 10573 and 11366).
-        dim = max(dim, 64)
-    is_decode = kind != "prefill"
-    capability, _ = describe_gpu(device)
-    tile = _choose_tile(kind, dim, dtype, capability)
-    tokens = 1 if is_decode else max(1, tile.rows // group_size)
-    attend = Launch(
-        attend_kernel,
-        IS_DECODE=is_decode,
-        NUM_KV_HEADS=num_kv_heads,
-        GROUP=group_size,
-        TOKENS=tokens,
-        M=max(16, triton.next_power_of_2(tokens * group_size)),
-        N=tile.tokens,
-        D=dim,
-        HEAD_DIM=head_dim,
-        BLOCK_SIZE=block_size,
-        PRECISION="ieee" if dtype == torch.float32 else "tf32",  # no effect on 16-bit operands
-        WINDOW=window,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
-    combine = Launch(
-        combine_splits_kernel,
-        NUM_HEADS=num_heads,
-        D=dim,
-        HEAD_DIM=head_dim,
-        MAX_SPLITS=_MAX_SPLITS,
-    )
-    unused = torch.empty(0, dtype=torch.float32, device=device)
-    return _Kernels(attend, combine, tokens, unused)
+        launch(grid, split_outputs, log_sums, batch.cu_seqlens_q, output, num_splits)
 
 
 def _choose_tile(kind: str, dim: int, dtype: torch.dtype, major: int) -> _Tile:
