@@ -10,7 +10,7 @@ import pytest
 from grammar_helpers import allows, compile_grammar
 
 from nanovllm import SamplingParams, StructuredOutputsParams
-from nanovllm.features.structured_outputs import grammars, schemas
+from nanovllm.features.structured_outputs import grammars
 from nanovllm.features.structured_outputs.grammar_writer import allow_reasoning, make_grammar
 from nanovllm.features.structured_outputs.schemas import write_schema
 
@@ -41,48 +41,10 @@ def sample(matcher, rng, max_bytes=60):
     return None
 
 
-NUMBERS = [0, 1, -1, 2, 5, 10, -10, 99, 0.5, -0.5, 0.25, 1.5, -1.5, 2.75, 0.1, 12.5]
-
-
-def make_number_schema(rng):
-    schema = {"type": rng.choice(["integer", "number", ["integer", "null"]])}
-    for key in rng.sample(sorted(schemas.BOUNDS), rng.randint(1, 2)):
-        schema[key] = rng.choice(NUMBERS)
-    if rng.random() < 0.3:
-        schema["multipleOf"] = rng.choice([2, 3, 0.5, 0.25, 0.1])
-    if rng.random() < 0.3:
-        key = rng.choice(sorted(schemas.BOUNDS))
-        schema = {"allOf": [schema, {key: rng.choice(NUMBERS)}]}
-    return schema
-
-
-def test_numbers_obey_their_bounds():
-    rng = random.Random(0)
-    num_compiled = num_texts = 0
-    for _ in range(300):
-        schema = make_number_schema(rng)
-        nodes = [schema, *schema.get("allOf", [])]
-        bounds = [node[key] for node in nodes for key in schemas.BOUNDS if key in node]
-        if len(set(map(int, bounds))) < len(bounds):
-            continue  # see test_a_fault_of_llguidance
-        try:
-            matcher = compile(json=schema)
-        except ValueError:
-            continue
-        num_compiled += 1
-        candidates = [sample(matcher, rng, 12) for _ in range(3)]
-        candidates += [text for text in map(json.dumps, NUMBERS) if allows(matcher, text)]
-        for text in filter(None, candidates):
-            num_texts += 1
-            is_fraction = "." in text and "multipleOf" in json.dumps(schema)
-            if not is_fraction:  # jsonschema divides in floating point
-                jsonschema.validate(json.loads(text), schema)
-    assert num_compiled > 150
-    assert num_texts > 500
-
-
 LEAVES = [True, {"const": 1}, {"enum": ["a", "b"]}, {"type": "boolean"}, {"type": "null"}]
-LEAVES += [{"type": "integer", "minimum": 0, "maximum": 9}, {"type": "string", "maxLength": 2}]
+LEAVES += [{"type": "string", "maxLength": 2}, {"type": "integer", "minimum": 0, "maximum": 9}]
+LEAVES += [{"type": "number", "exclusiveMinimum": -1.5, "maximum": 12.5}]
+LEAVES += [{"type": "integer", "minimum": -10, "multipleOf": 3}]
 
 
 def make_object_schema(rng, depth=0):
@@ -106,10 +68,10 @@ def make_part(rng, depth):
     return {kind: [make_part(rng, depth + 1) for _ in range(2)]}
 
 
-def test_objects_are_valid_and_never_stuck():
+def test_random_texts_are_valid_and_never_stuck():
     rng = random.Random(0)
     num_texts = 0
-    for _ in range(150):
+    for _ in range(80):
         schema = make_object_schema(rng)
         try:
             matcher = compile(json=schema)
@@ -118,7 +80,7 @@ def test_objects_are_valid_and_never_stuck():
         for text in filter(None, [sample(matcher, rng) for _ in range(4)]):
             num_texts += 1
             jsonschema.validate(json.loads(text), schema)
-    assert num_texts > 100
+    assert num_texts > 80
 
 
 @pytest.mark.parametrize(
