@@ -1,13 +1,10 @@
 """The engine's calls, alone and mixed at random: generate, stream, add_request, step and abort."""
 
-from collections import OrderedDict
-
 import pytest
 import torch
 from conftest import check_invariants, generate_ids, greedy, random_prompt
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.scheduler import POLICIES, Scheduler
 
 GREEDY = greedy(6)
 
@@ -108,17 +105,7 @@ def test_an_interrupt_within_an_abort_leaves_no_sample(llm):
     assert not llm.requests
 
 
-class ShortestPromptFirst(Scheduler):
-    def plan(self, step):
-        seqs = sorted(self.waiting, key=lambda seq: seq.num_prompt_tokens)
-        self.waiting = OrderedDict.fromkeys(seqs)
-        super().plan(step)
-
-
-@pytest.mark.parametrize("policy, max_num_seqs", [(Scheduler, 4), (ShortestPromptFirst, 1)])
-def test_the_progress_bar_counts_requests_in_the_order_in_which_they_finish(
-    make_llm, monkeypatch, policy, max_num_seqs
-):
+def test_the_progress_bar_counts_requests_in_the_order_in_which_they_finish(make_llm, monkeypatch):
     finished = []
 
     class Bar:
@@ -132,12 +119,9 @@ def test_the_progress_bar_counts_requests_in_the_order_in_which_they_finish(
                 yield request
 
     monkeypatch.setattr("nanovllm.llm.ProgressBar", Bar)
-    monkeypatch.setitem(POLICIES, "mixed", policy)
     nums = [8, 2, 4, 2]
     prompts = [random_prompt(num, num) for num in nums]
-    outputs = make_llm(max_num_seqs=max_num_seqs).generate(
-        prompts, [*map(greedy, nums)], use_tqdm=True
-    )
+    outputs = make_llm().generate(prompts, [*map(greedy, nums)], use_tqdm=True)
     assert [len(output["token_ids"]) for output in outputs] == nums
     assert finished == sorted(nums)
 

@@ -21,12 +21,10 @@ from families import make_family
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine import model_runner
+from nanovllm.engine.feature import Feature
 from nanovllm.engine.model_runner import Sampled
 from nanovllm.engine.scheduler import POLICIES
 from nanovllm.engine.step import Step
-from nanovllm.features.speculation.drafts import Drafts
-from nanovllm.trace.recorder import Recorder
-from nanovllm.trace.timeline import Timeline
 from nanovllm.worker.worker import fill_pending
 
 VOCAB_SIZE = 805  # of the demo model's tokenizer
@@ -199,14 +197,6 @@ def test_aborts_between_steps(make, num_blocks):
     assert num_aborted == len(aborts)
 
 
-def test_an_abort_of_the_last_request(llm):
-    """Its step is still in flight. The next request is served."""
-    run = Run(llm, overlaps=True, jobs=JOBS[:1], act=abort_after_three_steps)
-    assert run.outputs[0]["finish_reason"] == "abort"
-    plain = Run(llm, overlaps=False)
-    assert Run(llm, overlaps=True).outputs == plain.outputs
-
-
 def test_an_abort_within_a_step_is_counted_once(make):
     """generate returns when all of its requests have ended, of which one is in flight."""
     llm = make("qwen3")
@@ -223,11 +213,6 @@ def test_an_abort_within_a_step_is_counted_once(make):
     with patch.object(llm.model_runner, "forward", abort_first):
         outputs = llm.generate([PROMPT, PROMPT], greedy(9))
     assert [output["finish_reason"] for output in outputs] == ["abort", "length"]
-
-
-def abort_after_three_steps(run):
-    if len(run.reports) == 3:
-        run.llm.abort(run.samples[0].seq_id)
 
 
 @pytest.mark.filterwarnings("ignore:request .* ends with an error:RuntimeWarning")
@@ -305,27 +290,17 @@ def test_pending_ids_are_filled_in(llm):
     assert filled.input_ids.dtype == torch.int32
 
 
-class SilentTimeline(Timeline):
-    def write(self, events):
-        pass
-
-
 def test_a_feature_that_cannot_overlap_is_added_while_a_step_is_in_flight(make):
     plain = Run(make(), overlaps=False)
 
-    def add_recorder(run):
+    feature = Feature()
+    feature.can_overlap = False
+
+    def add_feature(run):
         if len(run.reports) == 5:
             assert run.llm.in_flight is not None
-            run.llm.add_feature(Recorder(SilentTimeline()))
+            run.llm.add_feature(feature)
             assert run.llm.in_flight is None
             assert not run.llm.overlaps
 
-    assert Run(make(), overlaps=True, act=add_recorder).outputs == plain.outputs
-
-
-def test_an_engine_that_drafts_does_not_overlap(make):
-    llm = make(num_speculative_tokens=2)
-    llm.features.clear()
-    llm.overlaps = True  # as on a GPU
-    llm.add_feature(Drafts())
-    assert not llm.overlaps
+    assert Run(make(), overlaps=True, act=add_feature).outputs == plain.outputs

@@ -299,13 +299,14 @@ def test_costs_of_steps_are_measured(monkeypatch, max_num_batched_tokens, launch
     def execute(batch):
         num_tokens = len(batch.input_ids)
         assert num_tokens <= max_num_batched_tokens
+        assert batch.window_tables.shape == batch.block_tables.shape
         clock[0] += 9.0 + num_tokens + (launch if num_tokens > 1 else 0.0)
         return torch.zeros(len(batch.logits_indices), 1)
 
     worker = SimpleNamespace(
         execute=execute,
         compute_logits=lambda hidden: hidden,
-        plan=CachePlan(num_lanes=3),
+        plan=CachePlan(num_lanes=3, num_window_blocks=9),
         block_size=4,
         block_table_width=16,
         max_num_batched_tokens=max_num_batched_tokens,
