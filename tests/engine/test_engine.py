@@ -15,18 +15,6 @@ def llm(tiny):
     return LLM(tiny[0], num_kvcache_blocks=64, kvcache_block_size=4)
 
 
-def test_prefix_hits_are_reported(make_llm):
-    """Prompts of the same step share blocks already."""
-    llm = make_llm()
-    shared = random_prompt(0, 12)
-    prompts = [shared + random_prompt(i, 3) for i in range(1, 4)]
-    outputs = llm.generate(prompts, GREEDY)
-    assert [output["num_cached_tokens"] for output in outputs] == [0, 12, 12]
-    assert llm.stats["num_cached_tokens"] == 24
-    assert llm.stats["num_prefill_tokens"] == 15 + 3 + 3
-    assert llm.stats["num_decode_tokens"] == 3 * (GREEDY.max_tokens - 1)
-
-
 def test_step_reports_what_requests_gained_during_other_calls(llm):
     mine = llm.add_request(random_prompt(0, 5), GREEDY)
     (other,) = llm.generate(random_prompt(1, 5), greedy(9))
@@ -88,21 +76,6 @@ def test_abort_ends_one_sample_or_a_whole_request(make_llm):
     assert [output["finish_reason"] for output in outputs] == ["abort"] * 3
     assert sorted(len(output["token_ids"]) for output in outputs) == [0, 1, 1]
     assert llm.is_finished()
-
-
-def test_an_interrupt_within_an_abort_leaves_no_sample(llm):
-    class Requests(dict):
-        def pop(self, *args):
-            super().pop(*args)
-            raise KeyboardInterrupt
-
-    request_id = llm.add_request([1, 2, 3], GREEDY)
-    llm.requests = Requests(llm.requests)
-    with pytest.raises(KeyboardInterrupt):
-        llm.abort(request_id)
-    llm.requests = dict(llm.requests)
-    generate_ids(llm, [4, 5], GREEDY)
-    assert not llm.requests
 
 
 def test_the_progress_bar_counts_requests_in_the_order_in_which_they_finish(make_llm, monkeypatch):

@@ -9,6 +9,7 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 from conftest import (
+    check_idle,
     check_invariants,
     copy_tokenizer,
     cover_pairs,
@@ -118,17 +119,6 @@ class Run:
 
 def round_all(entry):
     return {token: pytest.approx(value, abs=1e-3) for token, value in entry.items()}
-
-
-def check_idle(llm):
-    """Check that nothing of any request is left."""
-    check_invariants(llm)
-    assert not llm.requests
-    assert not llm.scheduler.running
-    assert not llm.scheduler.waiting
-    assert llm.stats["num_free_blocks"] == llm.stats["num_blocks"]
-    if llm.in_flight is not None:  # only of requests that ended while it was in flight
-        assert all(seq.finish_reason is not None for seq in llm.in_flight.step.seqs)
 
 
 @pytest.mark.parametrize(

@@ -13,17 +13,16 @@ from unittest.mock import patch
 
 import pytest
 from conftest import (
+    check_idle,
     check_invariants,
     copy_tokenizer,
     disturb_logits,
-    generate_ids,
     make_checkpoint,
     make_drafts_free,
     random_prompt,
 )
 from event_interrupts import ENGINE, EventInterrupts
-from front_helpers import GREEDY, PROMPTS, finish, interrupt_in
-from random_calls import check_idle
+from front_helpers import GREEDY, PROMPTS, finish
 from random_engines import find_difference
 
 from nanovllm import LLM, SamplingParams
@@ -213,18 +212,6 @@ def test_ctrl_c_changes_no_later_result(llm, expected):
         check(complete(llm, requests), expected, generate)
     signal.signal(signal.SIGALRM, before)
     assert num_interrupted > 10
-
-
-def test_a_prefix_hit_of_an_interrupted_step_is_recomputed(tiny, make_llm):
-    llm = make_llm()
-    generate_ids(llm, PROMPTS[3], GREEDY)
-    llm.add_request(PROMPTS[3], GREEDY)
-    interrupt_in(llm.model_runner, "forward", llm.step)
-    before = llm.stats["num_prefill_tokens"]
-    (output,) = finish(llm).values()
-    assert llm.stats["num_prefill_tokens"] - before == len(PROMPTS[3])
-    assert output["num_cached_tokens"] == 0
-    assert output["token_ids"] == tiny[1](PROMPTS[3], 6)
 
 
 def test_a_request_whose_id_was_not_returned_is_cancelled(make_llm):

@@ -138,10 +138,6 @@ UNHELD_SCHEMAS = {
     "uniqueItems": ({"type": "array", "uniqueItems": True}, "[1,1]"),
     "propertyNames": ({"type": "object", "propertyNames": {"enum": ["a"]}}, '{"b":1}'),
     "not": ({"not": {"const": 1}}, "1"),
-    "if": ({"if": {"minimum": 1}, "then": {"const": 1}, "else": {"const": 0}}, "2"),
-    "contains": ({"contains": {"const": 1}, "minContains": 2}, "[1]"),
-    "dependentRequired": ({**NAMES, "dependentRequired": {"a": ["b"]}}, '{"a":1}'),
-    "unevaluatedProperties": ({**NAMES, "unevaluatedProperties": False}, '{"c":1}'),
     "format": ({"type": "string", "format": "path"}, None),
     "pattern": ({"type": "string", "pattern": "^(?!b)[a-z]+$"}, '"b"'),
     "patternProperties": (

@@ -424,7 +424,6 @@ def test_missing_package_and_missing_tokenizer(tiny, make, llm, monkeypatch):
 @pytest.mark.parametrize(
     "value, complaint",
     [
-        (3, "structured_outputs must be"),
         ({}, "exactly one of json, json_object, regex, choice, grammar, not"),
         ({"regex": "a", "choice": ["b"]}, "exactly one of"),
         ({"json_object": False}, "exactly one of"),
