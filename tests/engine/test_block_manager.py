@@ -242,3 +242,13 @@ def test_nothing_is_hit_without_prefix_caching():
     manager = BlockManager(8, BLOCK_SIZE, enable_prefix_caching=False)
     serve(manager, 1, 2, 3)
     assert find_hits(manager, 1, 2, 3) == []
+
+
+def test_what_did_not_fit_is_forgotten_when_it_fits():
+    manager = BlockManager(3, BLOCK_SIZE)
+    first = serve(manager, 1, 2, 3)
+    blocked = make_sequence(4, 4, 4)
+    assert not admit(manager, blocked)
+    manager.release(first)
+    assert manager.allocate(blocked, [])
+    assert manager.blocked is None

@@ -81,17 +81,13 @@ def test_abort_ends_one_sample_or_a_whole_request(make_llm):
 def test_the_progress_bar_counts_requests_in_the_order_in_which_they_finish(make_llm, monkeypatch):
     finished = []
 
-    class Bar:
-        def __init__(self, requests, total, unit):
-            assert (total, unit) == (4, "seq")
-            self.requests = requests
+    def show(requests, total, unit):
+        assert (total, unit) == (4, "seq")
+        for request in requests:
+            finished.append(len(request.token_ids) - request.num_prompt_tokens)
+            yield request
 
-        def __iter__(self):
-            for request in self.requests:
-                finished.append(len(request.token_ids) - request.num_prompt_tokens)
-                yield request
-
-    monkeypatch.setattr("nanovllm.llm.ProgressBar", Bar)
+    monkeypatch.setattr("nanovllm.llm.ProgressBar", show)
     nums = [8, 2, 4, 2]
     prompts = [random_prompt(num, num) for num in nums]
     outputs = make_llm().generate(prompts, [*map(greedy, nums)], use_tqdm=True)

@@ -1,11 +1,9 @@
 """JSON schemas: llguidance gets them so that no text that it allows is invalid."""
 
 import json
-import random
 import re
 
 import jsonschema
-import numpy as np
 import pytest
 from grammar_helpers import allows, compile_grammar
 
@@ -21,66 +19,6 @@ def compile(**outputs):
 
 def compile_outputs(outputs):
     return compile_grammar(make_grammar(outputs))
-
-
-def sample(matcher, rng, max_bytes=60):
-    """A random text, or None if it becomes too long. Fails if the text cannot go on."""
-    matcher = matcher.deep_copy()
-    text = bytearray()
-    while len(text) < max_bytes:
-        mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
-        allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()
-        assert allowed and not matcher.is_error(), text
-        byte = rng.choice(allowed)
-        if byte >= 256:  # EOS
-            return text.decode(errors="replace")
-        matcher.consume_token(byte)
-        text.append(byte)
-        if matcher.is_stopped():
-            return text.decode(errors="replace")
-    return None
-
-
-LEAVES = [True, {"const": 1}, {"enum": ["a", "b"]}, {"type": "boolean"}, {"type": "null"}]
-LEAVES += [{"type": "string", "maxLength": 2}, {"type": "integer", "minimum": 0, "maximum": 9}]
-LEAVES += [{"type": "number", "exclusiveMinimum": -1.5, "maximum": 12.5}]
-LEAVES += [{"type": "integer", "minimum": -10, "multipleOf": 3}]
-
-
-def make_object_schema(rng, depth=0):
-    def make_values(names, most):
-        chosen = rng.sample(names, rng.randint(0, most))
-        return {name: make_part(rng, depth + 1) for name in chosen}
-
-    schema = {"type": "object", "properties": make_values(["a", "b", "ab"], 3)}
-    schema["required"] = rng.sample(["a", "b", "c"], rng.randint(0, 2))
-    schema["additionalProperties"] = rng.choice([False, False, True, {"const": 2}])
-    schema["patternProperties"] = make_values(["^a", "^(a|b)", "^[ab]+$", "^c", "b$"], 2)
-    return schema
-
-
-def make_part(rng, depth):
-    kind = rng.choice(["leaf", "leaf", "object", "anyOf", "allOf"])
-    if kind == "leaf" or depth > 2:
-        return rng.choice(LEAVES)
-    if kind == "object":
-        return make_object_schema(rng, depth)
-    return {kind: [make_part(rng, depth + 1) for _ in range(2)]}
-
-
-def test_random_texts_are_valid_and_never_stuck():
-    rng = random.Random(0)
-    num_texts = 0
-    for _ in range(80):
-        schema = make_object_schema(rng)
-        try:
-            matcher = compile(json=schema)
-        except ValueError:
-            continue
-        for text in filter(None, [sample(matcher, rng) for _ in range(4)]):
-            num_texts += 1
-            jsonschema.validate(json.loads(text), schema)
-    assert num_texts > 80
 
 
 @pytest.mark.parametrize(

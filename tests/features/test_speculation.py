@@ -13,18 +13,19 @@ from conftest import (
     find_obstacle,
     finish_step,
     make_checkpoint,
+    make_drafts_free,
     random_prompt,
 )
+from random_calls import Foresight
 from random_engines import find_difference
 from transformers import Qwen3Config, Qwen3MoeConfig
 
 from nanovllm import SamplingParams, trace
-from nanovllm.config import MAX_DRAFT_STEP, Config
+from nanovllm.config import MAX_DRAFT_STEP
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.scheduler import PrefillFirstScheduler, Scheduler
+from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
-from nanovllm.features.recurrent_states import RecurrentStates
 from nanovllm.features.speculation.costs import StepCosts, measure_costs
 from nanovllm.features.speculation.drafts import (
     Drafts,
@@ -33,48 +34,22 @@ from nanovllm.features.speculation.drafts import (
 )
 from nanovllm.layers import attention as torch_backend
 from nanovllm.worker.cache_plan import CachePlan
-from nanovllm.worker.state_slots import StateSlots
 
 FREE = StepCosts(per_token=0.0)  # drafts cost nothing
 
 
-def make_scheduler(drafts, block_manager, policy=Scheduler, has_states=False, **limits):
-    scheduler = policy(block_manager, **limits)
-    features = [drafts]
-    if has_states:
-        config = Config("", num_speculative_tokens=7, enable_prefix_caching=False)
-        states = RecurrentStates()
-        states.state_slots = StateSlots(config, limits["max_num_seqs"])
-        states.snapshot_slots = range(0)
-        features.append(states)
-    attach(scheduler, *features)
-    return scheduler
-
-
-def draft_freely(drafts, propose):
-    """Draft whatever `propose` returns for the tokens of a sequence and a number of tokens."""
-    drafts.max_draft_len = 7
-    drafts.costs = FREE
-    drafts.make_proposer = lambda token_ids: SimpleNamespace(propose=partial(propose, token_ids))
-
-
 def draft_sevens():
     drafts = Drafts()
-    draft_freely(drafts, lambda _, num_tokens: [7] * num_tokens)
+    drafts.max_draft_len = 7
+    drafts.costs = FREE
+    drafts.make_proposer = lambda _: SimpleNamespace(propose=lambda num_tokens: [7] * num_tokens)
     return drafts
 
 
-def foresee(llm, outputs):
-    """Propose the tokens of `outputs`, except that token 0 is proposed for every fifth position."""
-    answers = [output["prompt_token_ids"] + output["token_ids"] for output in outputs]
-
-    def propose(token_ids, num_tokens):
-        start = len(token_ids)
-        answer = next((answer for answer in answers if answer[:start] == token_ids), [])
-        end = min(start + num_tokens, len(answer))
-        return [answer[position] if position % 5 else 0 for position in range(start, end)]
-
-    draft_freely(find_feature(llm, Drafts), propose)
+def make_scheduler(drafts, num_blocks, max_num_seqs, budget):
+    scheduler = Scheduler(BlockManager(num_blocks, 4), max_num_seqs, budget)
+    attach(scheduler, drafts)
+    return scheduler
 
 
 # --- the scheduler
@@ -91,8 +66,7 @@ def run_step(scheduler, samples=None):
 def test_drafts_take_what_a_step_leaves_unused():
     """A draft ends where the token budget or the free blocks end. Nothing is preempted for it."""
     drafts = draft_sevens()
-    limits = {"max_num_seqs": 2, "max_num_batched_tokens": 6}
-    scheduler = make_scheduler(drafts, BlockManager(3, 4), **limits)
+    scheduler = make_scheduler(drafts, num_blocks=3, max_num_seqs=2, budget=6)
     scheduler.add(Sequence(0, [1, 2, 3], SamplingParams()))
     scheduler.add(Sequence(1, [1, 2], SamplingParams()))
     assert run_step(scheduler) == {0: 3, 1: 2}
@@ -105,8 +79,7 @@ def test_drafts_take_what_a_step_leaves_unused():
 
 
 def test_only_blocks_of_drafts_are_released():
-    limits = {"max_num_seqs": 1, "max_num_batched_tokens": 5}
-    scheduler = make_scheduler(draft_sevens(), BlockManager(3, 4), **limits)
+    scheduler = make_scheduler(draft_sevens(), num_blocks=3, max_num_seqs=1, budget=5)
     seq = Sequence(0, list(range(12)), SamplingParams())
     scheduler.add(seq)
     assert run_step(scheduler) == {0: 5}
@@ -114,30 +87,14 @@ def test_only_blocks_of_drafts_are_released():
 
 
 def test_nan_logits_end_a_sequence_after_its_valid_tokens():
-    manager = BlockManager(9, 4)
-    scheduler = make_scheduler(draft_sevens(), manager, max_num_seqs=1, max_num_batched_tokens=16)
+    scheduler = make_scheduler(draft_sevens(), num_blocks=9, max_num_seqs=1, budget=16)
     seq = Sequence(0, [1, 2], SamplingParams())
     scheduler.add(seq)
     assert run_step(scheduler, [[7]]) == {0: 2}
     assert run_step(scheduler, [[7, 7] + [-1] * 6]) == {0: 8}
     assert (seq.token_ids, seq.finish_reason) == ([1, 2, 7, 7, 7], "error")
-    assert not manager.hash_to_block_id
-    assert len(manager.free_block_ids) == 9
-
-
-@pytest.mark.parametrize("policy", [Scheduler, PrefillFirstScheduler])
-def test_a_rejected_draft_stalls_no_other_decode(policy):
-    """With recurrent states, the next step of its sequence recomputes a token and has no draft."""
-    drafts = draft_sevens()
-    limits = {"max_num_seqs": 2, "max_num_batched_tokens": 6}
-    scheduler = make_scheduler(drafts, BlockManager(9, 4), policy, has_states=True, **limits)
-    scheduler.add(Sequence(0, [1, 2, 3], SamplingParams()))
-    scheduler.add(Sequence(1, [1, 2, 3], SamplingParams(presence_penalty=1.0)))  # has no drafts
-    assert run_step(scheduler) == {0: 3, 1: 3}
-    for _ in range(3):
-        assert run_step(scheduler) == {0: 5, 1: 1}
-        assert run_step(scheduler) == {0: 2, 1: 1}
-    assert drafts.num_accepted_tokens == 0
+    assert not scheduler.block_manager.hash_to_block_id
+    assert len(scheduler.block_manager.free_block_ids) == 9
 
 
 # --- the engine
@@ -179,7 +136,9 @@ def test_drafts_change_no_token(tmp_path, make_llm, checkpoint, options):
     with make(tensor_parallel_size=1) as llm:
         expected = llm.generate(prompts, params)
     with make(num_speculative_tokens=7, trace=path) as llm:
-        foresee(llm, expected)
+        answers = [output["prompt_token_ids"] + output["token_ids"] for output in expected]
+        drafts = make_drafts_free(llm)
+        drafts.make_proposer = lambda token_ids: Foresight(token_ids, answers)
         for _ in range(2):  # with a cold cache, then with a warm one
             for output, other in zip(llm.generate(prompts, params), expected, strict=True):
                 assert find_difference(output, other) is None
