@@ -1,5 +1,6 @@
 """What tests share: tiny random checkpoints, the greedy tokens of transformers, and checks."""
 
+import functools
 import gc
 import importlib
 import itertools
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -294,6 +295,16 @@ def find_obstacle(
     )
 
 
+@functools.cache
+def list_ways() -> list[dict[str, Any]]:
+    """List the ways to compute on a CPU in float32: attention backends, and without kernels."""
+    ways: list[dict[str, Any]] = [{"enable_kernels": False}]
+    for name in BACKENDS:
+        if find_obstacle(name, torch.device("cpu"), torch.float32, 16, 4) is None:
+            ways.append({"attention_backend": name})
+    return ways
+
+
 def make_batch(query_lens, context_lens, block_tables, device="cpu") -> Batch:
     """Make a batch for attention. Tokens and states are 0, and all K/V go to slot 0."""
     batch = batches.make_batch(query_lens, context_lens, block_tables.numpy(), max(context_lens))
@@ -362,6 +373,18 @@ def check_invariants(llm: LLM) -> None:
     assert sorted(lanes + scheduler.free_lanes) == list(range(scheduler.max_num_seqs))
     # Threads can queue ids in another order.
     assert [*scheduler.running, *scheduler.waiting] == llm._list_requests()
+
+
+def check_idle(llm: LLM) -> None:
+    """Check that nothing of any request is left."""
+    check_invariants(llm)
+    assert not llm.requests
+    assert not llm.scheduler.waiting
+    assert llm.stats["num_free_blocks"] == llm.stats["num_blocks"]
+    drafts = find_feature(llm, Drafts)
+    assert drafts is None or not drafts.proposals
+    if llm.in_flight is not None:  # only of requests that ended while it was in flight
+        assert all(seq.finish_reason is not None for seq in llm.in_flight.step.seqs)
 
 
 def check_windows(windows: Windows) -> None:

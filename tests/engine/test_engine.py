@@ -1,13 +1,10 @@
 """The engine's calls, alone and mixed at random: generate, stream, add_request, step and abort."""
 
-from collections import OrderedDict
-
 import pytest
 import torch
 from conftest import check_invariants, generate_ids, greedy, random_prompt
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.scheduler import POLICIES, Scheduler
 
 GREEDY = greedy(6)
 
@@ -16,18 +13,6 @@ GREEDY = greedy(6)
 def llm(tiny):
     """An engine for tests that leave it idle."""
     return LLM(tiny[0], num_kvcache_blocks=64, kvcache_block_size=4)
-
-
-def test_prefix_hits_are_reported(make_llm):
-    """Prompts of the same step share blocks already."""
-    llm = make_llm()
-    shared = random_prompt(0, 12)
-    prompts = [shared + random_prompt(i, 3) for i in range(1, 4)]
-    outputs = llm.generate(prompts, GREEDY)
-    assert [output["num_cached_tokens"] for output in outputs] == [0, 12, 12]
-    assert llm.stats["num_cached_tokens"] == 24
-    assert llm.stats["num_prefill_tokens"] == 15 + 3 + 3
-    assert llm.stats["num_decode_tokens"] == 3 * (GREEDY.max_tokens - 1)
 
 
 def test_step_reports_what_requests_gained_during_other_calls(llm):
@@ -93,51 +78,19 @@ def test_abort_ends_one_sample_or_a_whole_request(make_llm):
     assert llm.is_finished()
 
 
-def test_an_interrupt_within_an_abort_leaves_no_sample(llm):
-    class Requests(dict):
-        def pop(self, *args):
-            super().pop(*args)
-            raise KeyboardInterrupt
-
-    request_id = llm.add_request([1, 2, 3], GREEDY)
-    llm.requests = Requests(llm.requests)
-    with pytest.raises(KeyboardInterrupt):
-        llm.abort(request_id)
-    llm.requests = dict(llm.requests)
-    generate_ids(llm, [4, 5], GREEDY)
-    assert not llm.requests
-
-
-class ShortestPromptFirst(Scheduler):
-    def plan(self, step):
-        seqs = sorted(self.waiting, key=lambda seq: seq.num_prompt_tokens)
-        self.waiting = OrderedDict.fromkeys(seqs)
-        super().plan(step)
-
-
-@pytest.mark.parametrize("policy, max_num_seqs", [(Scheduler, 4), (ShortestPromptFirst, 1)])
-def test_the_progress_bar_counts_requests_in_the_order_in_which_they_finish(
-    make_llm, monkeypatch, policy, max_num_seqs
-):
+def test_the_progress_bar_counts_requests_in_the_order_in_which_they_finish(make_llm, monkeypatch):
     finished = []
 
-    class Bar:
-        def __init__(self, requests, total, unit):
-            assert (total, unit) == (4, "seq")
-            self.requests = requests
+    def show(requests, total, unit):
+        assert (total, unit) == (4, "seq")
+        for request in requests:
+            finished.append(len(request.token_ids) - request.num_prompt_tokens)
+            yield request
 
-        def __iter__(self):
-            for request in self.requests:
-                finished.append(len(request.token_ids) - request.num_prompt_tokens)
-                yield request
-
-    monkeypatch.setattr("nanovllm.llm.ProgressBar", Bar)
-    monkeypatch.setitem(POLICIES, "mixed", policy)
+    monkeypatch.setattr("nanovllm.llm.ProgressBar", show)
     nums = [8, 2, 4, 2]
     prompts = [random_prompt(num, num) for num in nums]
-    outputs = make_llm(max_num_seqs=max_num_seqs).generate(
-        prompts, [*map(greedy, nums)], use_tqdm=True
-    )
+    outputs = make_llm().generate(prompts, [*map(greedy, nums)], use_tqdm=True)
     assert [len(output["token_ids"]) for output in outputs] == nums
     assert finished == sorted(nums)
 

@@ -64,9 +64,12 @@ def test_options_and_parameters_that_it_lacks_are_rejected(tiny):
     assert engine.is_finished()
 
 
-def test_models_with_recurrent_states_are_rejected(tmp_path):
-    make_family(tmp_path, "qwen3.5")
-    with pytest.raises(ValueError, match=f"recurrent states {NEEDS_LLM}"):
+@pytest.mark.parametrize(
+    "family, name", [("qwen3.5", "recurrent states"), ("gemma3", "sliding windows")]
+)
+def test_models_that_need_a_feature_are_rejected(tmp_path, family, name):
+    make_family(tmp_path, family)
+    with pytest.raises(ValueError, match=f"{name} {NEEDS_LLM}"):
         LLMEngine(Config(str(tmp_path), **POOL))
     with LLM(str(tmp_path), **POOL) as llm:
         assert llm.generate([1, 2], greedy(2))

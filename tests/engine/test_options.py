@@ -47,7 +47,7 @@ INVALID_PARAMS = {
     "logprobs": [-1, True],
     "prompt_logprobs": [-1, "x"],
     "structured_outputs": [{}, {"regex": 3}, "a"],
-    "logit_bias": [{1: 101}, {-1: 0}, [3]],
+    "logit_bias": [{1: 101}, {1: None}, {-1: 0}, {1.5: 0}, {"a": 1}, [3]],
 }
 
 

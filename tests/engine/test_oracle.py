@@ -4,14 +4,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 from conftest import (
     DRAWN_BATCH,
     check_invariants,
     cover_pairs,
-    find_obstacle,
     generate_ids,
     greedy,
+    list_ways,
     random_prompt,
 )
 
@@ -20,22 +19,12 @@ from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduler import POLICIES
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
-from nanovllm.layers.backends import BACKENDS
 from nanovllm.utils.helpers import cdiv
-
-
-def list_ways(dtype):
-    """List the ways to compute a model on a CPU: every attention backend, and without kernels."""
-    ways = [{"enable_kernels": False}]
-    for name in BACKENDS:
-        if find_obstacle(name, torch.device("cpu"), dtype, head_dim=16, block_size=4) is None:
-            ways.append({"attention_backend": name})
-    return ways
 
 
 @pytest.mark.parametrize(
     "way, block_size, policy, is_caching",
-    cover_pairs(list_ways(torch.float32), [4, 16], [*POLICIES], [True, False]),
+    cover_pairs(list_ways(), [4, 16], [*POLICIES], [True, False]),
     ids=str,
 )
 def test_grid(tiny, make_llm, way, block_size, policy, is_caching):

@@ -9,6 +9,7 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 from conftest import (
+    check_idle,
     check_invariants,
     copy_tokenizer,
     cover_pairs,
@@ -20,13 +21,10 @@ from conftest import (
 from families import make_family
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine import model_runner
+from nanovllm.engine.feature import Feature
 from nanovllm.engine.model_runner import Sampled
 from nanovllm.engine.scheduler import POLICIES
 from nanovllm.engine.step import Step
-from nanovllm.features.speculation.drafts import Drafts
-from nanovllm.trace.recorder import Recorder
-from nanovllm.trace.timeline import Timeline
 from nanovllm.worker.worker import fill_pending
 
 VOCAB_SIZE = 805  # of the demo model's tokenizer
@@ -122,17 +120,6 @@ def round_all(entry):
     return {token: pytest.approx(value, abs=1e-3) for token, value in entry.items()}
 
 
-def check_idle(llm):
-    """Check that nothing of any request is left."""
-    check_invariants(llm)
-    assert not llm.requests
-    assert not llm.scheduler.running
-    assert not llm.scheduler.waiting
-    assert llm.stats["num_free_blocks"] == llm.stats["num_blocks"]
-    if llm.in_flight is not None:  # only of requests that ended while it was in flight
-        assert all(seq.finish_reason is not None for seq in llm.in_flight.step.seqs)
-
-
 @pytest.mark.parametrize(
     "name, budget, policy, num_blocks",
     cover_pairs(
@@ -170,43 +157,6 @@ def test_generated_tokens_are_cached_once_they_are_known(llm, overlaps):
     assert output["num_cached_tokens"] == 12  # three blocks; the last token was not computed
 
 
-@pytest.mark.parametrize("num_blocks", [13, 128])
-def test_aborts_between_steps(make, num_blocks):
-    """Of a request whose token is pending, of one sample of three, and of one that waits."""
-    aborts = {4: 0, 6: 2, 7: 7, 8: 10}  # number of steps -> index of the sample
-    had_pending_tokens = []
-
-    def abort(run):
-        index = aborts.get(len(run.reports))
-        if index is not None:
-            sample = run.samples[index]
-            had_pending_tokens.append(sample.has_pending_token)
-            run.llm.abort(sample.seq_id)
-            assert not sample.has_pending_token
-
-    with make(num_blocks=num_blocks) as llm:
-        plain = Run(llm, overlaps=False)
-        aborted = Run(llm, overlaps=True, act=abort)
-        assert any(had_pending_tokens)
-    num_aborted = 0
-    for output, expected in zip(aborted.outputs, plain.outputs, strict=True):
-        if output["finish_reason"] == "abort":
-            num_aborted += 1
-            num_tokens = len(output["token_ids"])
-            assert output["token_ids"] == expected["token_ids"][:num_tokens]
-        else:
-            assert output == expected
-    assert num_aborted == len(aborts)
-
-
-def test_an_abort_of_the_last_request(llm):
-    """Its step is still in flight. The next request is served."""
-    run = Run(llm, overlaps=True, jobs=JOBS[:1], act=abort_after_three_steps)
-    assert run.outputs[0]["finish_reason"] == "abort"
-    plain = Run(llm, overlaps=False)
-    assert Run(llm, overlaps=True).outputs == plain.outputs
-
-
 def test_an_abort_within_a_step_is_counted_once(make):
     """generate returns when all of its requests have ended, of which one is in flight."""
     llm = make("qwen3")
@@ -225,11 +175,6 @@ def test_an_abort_within_a_step_is_counted_once(make):
     assert [output["finish_reason"] for output in outputs] == ["abort", "length"]
 
 
-def abort_after_three_steps(run):
-    if len(run.reports) == 3:
-        run.llm.abort(run.samples[0].seq_id)
-
-
 @pytest.mark.filterwarnings("ignore:request .* ends with an error:RuntimeWarning")
 def test_nan_ends_one_request(make):
     with make() as llm:
@@ -243,22 +188,15 @@ def test_nan_ends_one_request(make):
 
 @pytest.mark.parametrize("host, device", [(3, 8), (8, 3)])
 @pytest.mark.parametrize("overlaps", [False, True])
-def test_the_host_works_while_the_device_computes(make, monkeypatch, host, device, overlaps):
+def test_the_host_works_while_the_device_computes(make, host, device, overlaps):
     """By the clocks of a stand-in device, whose calls return at once."""
     now = {"host": 0, "device": 0}
-
-    class Delayed(Sampled):
-        def __init__(self, *args):
-            super().__init__(*args)
-            self.ready = now["device"]
-
-        def read(self):
-            now["host"] = max(now["host"], self.ready)
-            return super().read()
+    ready = []  # when the tokens of each step in flight are known
 
     with make() as llm:
         schedule = llm.scheduler.schedule
         execute = llm.executor.worker.execute
+        read = llm.model_runner.read
 
         def schedule_slowly():
             now["host"] += host
@@ -266,11 +204,16 @@ def test_the_host_works_while_the_device_computes(make, monkeypatch, host, devic
 
         def execute_later(batch):
             now["device"] = max(now["device"], now["host"]) + device
+            ready.append(now["device"])
             return execute(batch)
 
-        monkeypatch.setattr(model_runner, "Sampled", Delayed)
+        def read_when_ready(sampled):
+            now["host"] = max(now["host"], ready.pop(0))
+            return read(sampled)
+
         llm.scheduler.schedule = schedule_slowly
         llm.executor.worker.execute = execute_later
+        llm.model_runner.read = read_when_ready
         num_steps = 10
         job = (PROMPT, SamplingParams(temperature=0.0, max_tokens=num_steps, ignore_eos=True))
         run = Run(llm, overlaps, [job])
@@ -305,27 +248,17 @@ def test_pending_ids_are_filled_in(llm):
     assert filled.input_ids.dtype == torch.int32
 
 
-class SilentTimeline(Timeline):
-    def write(self, events):
-        pass
-
-
 def test_a_feature_that_cannot_overlap_is_added_while_a_step_is_in_flight(make):
     plain = Run(make(), overlaps=False)
 
-    def add_recorder(run):
+    feature = Feature()
+    feature.can_overlap = False
+
+    def add_feature(run):
         if len(run.reports) == 5:
             assert run.llm.in_flight is not None
-            run.llm.add_feature(Recorder(SilentTimeline()))
+            run.llm.add_feature(feature)
             assert run.llm.in_flight is None
             assert not run.llm.overlaps
 
-    assert Run(make(), overlaps=True, act=add_recorder).outputs == plain.outputs
-
-
-def test_an_engine_that_drafts_does_not_overlap(make):
-    llm = make(num_speculative_tokens=2)
-    llm.features.clear()
-    llm.overlaps = True  # as on a GPU
-    llm.add_feature(Drafts())
-    assert not llm.overlaps
+    assert Run(make(), overlaps=True, act=add_feature).outputs == plain.outputs

@@ -8,11 +8,14 @@ from conftest import generate_ids, random_prompt
 from nanovllm import SamplingParams
 
 
-@pytest.mark.parametrize("chunked", [True, False])
-def test_samples_share_the_prompt(make_llm, chunked):
+@pytest.mark.parametrize(
+    "options", [{}, {"enable_chunked_prefill": False}, {"max_num_batched_tokens": 8}], ids=str
+)
+def test_samples_share_the_prompt(make_llm, options):
+    """Also a prompt that is computed in chunks."""
     prompts = [random_prompt(0, 13), random_prompt(1, 9)]
     params = SamplingParams(n=3, seed=5, max_tokens=8)
-    llm = make_llm(enable_chunked_prefill=chunked)
+    llm = make_llm(**options)
     outputs = llm.generate(prompts, params)
     assert [output["sample_index"] for output in outputs] == [0, 1, 2] * 2
     assert [output["num_cached_tokens"] for output in outputs] == [0, 12, 12, 0, 8, 8]
@@ -28,12 +31,6 @@ def test_every_sample_has_its_own_noise(make_llm):
     assert generate_ids(llm, [1, 2], SamplingParams(seed=5, max_tokens=8)) == samples[:1]
     samples += generate_ids(llm, [1, 2], SamplingParams(n=3, seed=6, max_tokens=8))
     assert len(set(map(tuple, samples))) == 6
-
-
-def test_a_prompt_in_chunks_is_computed_once_for_all_samples(make_llm):
-    llm = make_llm(max_num_batched_tokens=8)
-    outputs = llm.generate(random_prompt(0, 33), SamplingParams(n=4, max_tokens=2))
-    assert [output["num_cached_tokens"] for output in outputs] == [0, 32, 32, 32]
 
 
 def count_opcodes_of_abort(llm, num_others):

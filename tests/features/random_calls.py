@@ -6,7 +6,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from conftest import check_invariants, find_feature
+from conftest import check_idle, check_invariants, find_feature
 from event_interrupts import ENGINE, PACKAGE, EventInterrupts, at_event
 from random_engines import Case
 
@@ -283,13 +283,3 @@ def check_between_steps(llm: LLM) -> None:
             if block.is_cached:
                 assert block.token_ids == token_ids
                 assert block.hash == block_hash
-
-
-def check_idle(llm: LLM) -> None:
-    """Check that nothing of any request is left."""
-    check_invariants(llm)
-    assert not llm.requests
-    assert not llm.scheduler.waiting
-    assert llm.stats["num_free_blocks"] == llm.stats["num_blocks"]
-    if llm.config.num_speculative_tokens:
-        assert not find_feature(llm, Drafts).proposals

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from conftest import check_invariants, copy_tokenizer, find_obstacle
+from conftest import check_invariants, copy_tokenizer, list_ways
 from families import make_family
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.scheduler import POLICIES
-from nanovllm.layers.backends import BACKENDS
 from nanovllm.layers.embedding import Embedding
 from nanovllm.utils.helpers import cdiv
 
@@ -128,17 +127,6 @@ def draw_params(rng: random.Random) -> SamplingParams:
     return SamplingParams(**params, seed=rng.randrange(1000))
 
 
-@cache
-def list_backends() -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = [{"enable_kernels": False}]
-    for name in BACKENDS:
-        is_slow = name == "triton"  # interpreted
-        obstacle = find_obstacle(name, torch.device("cpu"), torch.float32, 16, 4)
-        if obstacle is None and not is_slow:
-            found.append({"attention_backend": name})
-    return found
-
-
 def draw_options(rng: random.Random) -> dict[str, Any]:
     policy = rng.choice(["mixed", *POLICIES])
     splits_prompts = POLICIES[policy].splits_prompts
@@ -155,7 +143,7 @@ def draw_options(rng: random.Random) -> dict[str, Any]:
         "policy": policy,
         "enable_prefix_caching": rng.random() < 0.7,
         "num_speculative_tokens": rng.choice([0, 0, 1, 2, 3, 4]),
-        **rng.choice(list_backends()),
+        **rng.choice(list_ways()),
     }
 
 

@@ -54,20 +54,6 @@ def test_beams_match_transformers(beams, small_llm, width, length_penalty):
                 assert score == pytest.approx(reference.sequences_scores[i].item(), abs=1e-4)
 
 
-@torch.inference_mode()
-def test_wide_beams_find_the_best_of_all_texts(beams):
-    llm, model = beams
-    prompt, length = [7, 9, 8], 3
-    best = llm.beam_search(prompt, 144, length, ignore_eos=True)[0][:20]
-    texts = torch.cartesian_prod(*[torch.arange(12)] * length)
-    rows = torch.cat([torch.tensor(prompt).expand(len(texts), -1), texts], dim=1)
-    logprobs = model(rows).logits[:, len(prompt) - 1 : -1].log_softmax(-1)
-    totals, order = logprobs.gather(2, texts[:, :, None]).sum((1, 2)).topk(20)
-    assert [beam["token_ids"] for beam in best] == texts[order].tolist()
-    found = [beam["cumulative_logprob"] for beam in best]
-    assert found == pytest.approx(totals.tolist(), abs=1e-4)
-
-
 def test_beams_share_their_past(beams):
     """Each beam computes at most one block per step."""
     llm, _ = beams

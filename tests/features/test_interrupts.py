@@ -1,133 +1,217 @@
-"""An engine serves correctly after calls that Ctrl-C or an error interrupted at any moment."""
+"""An engine serves correctly after calls that Ctrl-C or an error interrupted at any moment.
+
+A first run lists the events of a call. The call is then interrupted at the first event of each
+place in the code in turn. Random engines are interrupted at random events.
+"""
 
 import random
 import signal
 import time
 import warnings
+from contextlib import suppress
 from unittest.mock import patch
 
 import pytest
-from conftest import check_invariants, disturb_logits, generate_ids, random_prompt
-from front_helpers import GREEDY, PROMPTS, finish, interrupt_in
+from conftest import (
+    check_idle,
+    check_invariants,
+    copy_tokenizer,
+    disturb_logits,
+    make_checkpoint,
+    make_drafts_free,
+    random_prompt,
+)
+from event_interrupts import ENGINE, EventInterrupts
+from front_helpers import GREEDY, PROMPTS, finish
+from random_engines import find_difference
 
-from nanovllm import DEMO_MODEL, LLM, SamplingParams
+from nanovllm import LLM, SamplingParams
+from nanovllm.engine.feature import Feature
+from nanovllm.engine.request import Request
 
-NUM_BLOCKS = 26  # few enough that the requests below are preempted
-ROUNDS = 20
-SAMPLING = [
-    {"temperature": 0.0},
-    {"frequency_penalty": 0.5},
-    {"logprobs": 1},
-    {"stop": ["zqzq"], "temperature": 0.0},
-    {"n": 2},
-    {"prompt_logprobs": 1},
-    {"structured_outputs": {"regex": "[a-z ]{3,30}"}},
-]
-REQUESTS = [
-    ([5 + i] * (10 + 4 * i), SamplingParams(max_tokens=7, ignore_eos=True, seed=i, **options))
-    for i, options in enumerate(SAMPLING)
-]
-BATCH = [list(column) for column in zip(*REQUESTS)]
-
-
-class CtrlC:
-    """Sends Ctrl-C as a real signal at a chosen time."""
-
-    num_left = 0
-
-    def handle(self, *_):
-        if self.num_left == 0:
-            return
-        self.num_left -= 1
-        if self.num_left > 0:
-            signal.setitimer(signal.ITIMER_REAL, 20e-6)
-        raise KeyboardInterrupt
-
-    def interrupts(self, call, seconds, num=1):
-        """Return whether `num` signals after `seconds`, 20 microseconds apart, interrupt `call`."""
-        was_interrupted = False
-        try:
-            try:
-                self.num_left = num
-                signal.setitimer(signal.ITIMER_REAL, seconds)
-                call()
-            except KeyboardInterrupt:
-                was_interrupted = True
-            self.num_left = 0
-        except KeyboardInterrupt:  # the second signal, while the first one was handled
-            was_interrupted = True
-        return was_interrupted
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"enum": ["the cat", "the mat"]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+MAX_EVENTS = 2500  # of a call, which are some steps of generate
+PROMPT = '{"a": 12, "b": "the cat"} {"a": 12, "b": "the cat"} '
+CONSTRAINED = SamplingParams(
+    temperature=0.0, max_tokens=12, logprobs=1, structured_outputs={"json": SCHEMA}
+)
+FREE = SamplingParams(seed=1, n=2, max_tokens=8, logprobs=1, prompt_logprobs=0, stop=["zq"])
+REQUESTS = [(PROMPT, CONSTRAINED), ("the cat the cat the cat", FREE)]
+OPTIONS = {"num_kvcache_blocks": 64, "kvcache_block_size": 4, "max_model_len": 100}
 
 
 @pytest.fixture(scope="module")
-def ctrl_c():
-    ctrl_c = CtrlC()
-    before = signal.signal(signal.SIGALRM, ctrl_c.handle)
-    yield ctrl_c
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    signal.signal(signal.SIGALRM, before)
+def model(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("interrupted")
+    make_checkpoint(directory, vocab_size=805, num_hidden_layers=1)
+    copy_tokenizer(directory)
+    return directory
 
 
 @pytest.fixture(scope="module")
-def demo():
-    options = {"num_kvcache_blocks": NUM_BLOCKS, "kvcache_block_size": 4}
-    return LLM(DEMO_MODEL, dtype="float32", max_num_batched_tokens=24, **options)
+def llm(model):
+    llm = LLM(model, num_speculative_tokens=3, **OPTIONS)
+    make_drafts_free(llm)
+    return llm
 
 
-def summarize(outputs):
-    """The token ids, text, finish reason and number of scores of each request."""
-    last = {output["request_id"]: output for output in outputs}
-    summaries = []
-    for _, output in sorted(last.items()):
-        num_scores = len(output["prompt_logprobs"] or [])
-        reason = output["finish_reason"]
-        summaries.append((output["token_ids"], output["text"], reason, num_scores))
-    return summaries
+@pytest.fixture(scope="module")
+def overlapping(model):
+    """An engine without drafts. Each call is interrupted while a step is in flight."""
+    llm = LLM(model, **OPTIONS)
+    llm.overlaps = True
+    return llm
 
 
-def by_generate(llm):
-    return summarize(llm.generate(*BATCH))
+@pytest.fixture(scope="module")
+def expected(llm):
+    outputs = complete(llm, start(llm))
+    assert 0 < llm.stats["num_accepted_tokens"] < llm.stats["num_draft_tokens"]
+    return outputs
 
 
-def measure(call):
-    """Seconds of the fastest of three calls, so that most signals come before the end."""
-    durations = []
+def start(llm):
+    """Add the requests. Return the samples of all of them."""
+    ids = [llm.add_request(*request) for request in REQUESTS]
+    return [sample for request_id in ids for sample in llm.requests[request_id]]
+
+
+def complete(llm, requests):
+    while not llm.is_finished():
+        llm.step()
+    check_idle(llm)
+    return [request.output() for request in requests]
+
+
+def step(llm, requests):
+    llm.step()
+
+
+def step_after_interrupt(llm, requests):
+    """The reset of the engine is interrupted, too."""
+    with patch.object(Request, "commit", side_effect=MemoryError), suppress(MemoryError):
+        llm.step()
+    llm.step()
+
+
+def abort(llm, requests):
+    llm.abort(requests[0].seq_id)
+
+
+def add(llm, requests):
+    llm.add_request(*REQUESTS[0])
+
+
+def generate(llm, requests):
+    llm.generate(*REQUESTS[0])
+
+
+def stream(llm, requests):
+    for _ in llm.stream(*REQUESTS[0]):
+        pass
+
+
+def interrupt(llm, call, num_steps, is_chosen):
+    """Interrupt a call after some steps. Return the outputs of all requests before it."""
+    requests = start(llm)
+    for _ in range(num_steps):
+        llm.step()
+    try:
+        with EventInterrupts(is_chosen, prefixes=ENGINE):
+            call(llm, requests)
+    except KeyboardInterrupt as interrupt:
+        print(interrupt)
+    if call in (generate, stream):
+        llm.step()  # resets the engine if it was interrupted
+        assert set(llm._list_requests()) <= set(requests), "the call has cancelled its own"
+    return complete(llm, requests)
+
+
+def list_events(llm, call, num_steps):
+    """The locations of all events of a call in the engine's code."""
+    locations = []
+    interrupt(llm, call, num_steps, locations.append)
+    return locations
+
+
+def check(outputs, expected, call):
+    for output, other in zip(outputs, expected, strict=True):
+        assert find_difference(output, other) is None
+        if output["finish_reason"] == "abort":
+            assert call is abort
+            assert output is outputs[0]
+
+
+@pytest.mark.parametrize(
+    "engine, call, num_steps, distance",  # of the places that are tried
+    [
+        ("llm", step, 5, 3),
+        ("llm", step, 0, 8),
+        ("llm", step_after_interrupt, 5, 5),
+        ("llm", abort, 5, 2),
+        ("llm", add, 1, 4),
+        ("llm", generate, 0, 8),
+        ("llm", stream, 5, 12),
+        ("overlapping", step, 5, 6),
+        ("overlapping", step_after_interrupt, 5, 20),
+        ("overlapping", abort, 5, 4),
+    ],
+)
+def test_an_interrupt_at_each_place_changes_no_result(
+    request, expected, engine, call, num_steps, distance
+):
+    """At calls and returns, and in requests, whose state a reset rolls back, at lines, too."""
+    llm = request.getfixturevalue(engine)
+    places = []
+    for place in dict.fromkeys(list_events(llm, call, num_steps)[:MAX_EVENTS]):
+        path, _, kind = place
+        if kind != "line" or path.endswith(("/request.py", "/masks.py")):
+            places.append(place)
+    for place in places[::distance]:
+        check(interrupt(llm, call, num_steps, place.__eq__), expected, call)
+
+
+def test_a_feature_is_added_after_an_interrupt(model, expected):
+    """The step in flight cannot be completed, so the engine is reset first."""
+    llm = LLM(model, **OPTIONS)
+    llm.overlaps = True
+    requests = start(llm)
     for _ in range(3):
-        start = time.perf_counter()
-        call()
-        durations.append(time.perf_counter() - start)
-    return min(durations)
+        llm.step()
+    with patch.object(llm.scheduler, "advance", side_effect=KeyboardInterrupt):
+        with suppress(KeyboardInterrupt):
+            llm.step()
+    feature = Feature()
+    feature.can_overlap = False
+    llm.add_feature(feature)
+    assert not llm.overlaps
+    check(complete(llm, requests), expected, step)
 
 
-def test_ctrl_c_at_any_moment_changes_no_later_result(demo, ctrl_c):
-    """Another request that is queued at the time continues."""
+def test_ctrl_c_changes_no_later_result(llm, expected):
+    """As a real signal, which CPython handles where it likes."""
+    begin = time.perf_counter()
+    complete(llm, start(llm))
+    duration = time.perf_counter() - begin
     rng = random.Random(0)
-    expected = by_generate(demo)
-    assert demo.stats["num_preemptions"] > 0
-    duration = measure(lambda: by_generate(demo))
     num_interrupted = 0
-    for _ in range(ROUNDS):
-        other = demo.add_request(*REQUESTS[0])
-        seconds = rng.uniform(1e-4, 1.1 * duration)
-        num_interrupted += ctrl_c.interrupts(lambda: by_generate(demo), seconds, rng.choice([1, 2]))
-        assert by_generate(demo) == expected
-        check_invariants(demo)
-        assert summarize([finish(demo)[other]]) == expected[:1]
-        assert demo.stats["num_free_blocks"] == NUM_BLOCKS
-        assert demo.step() == []
-    assert num_interrupted > ROUNDS / 3
-
-
-def test_a_prefix_hit_of_an_interrupted_step_is_recomputed(tiny, make_llm):
-    llm = make_llm()
-    generate_ids(llm, PROMPTS[3], GREEDY)
-    llm.add_request(PROMPTS[3], GREEDY)
-    interrupt_in(llm.model_runner, "forward", llm.step)
-    before = llm.stats["num_prefill_tokens"]
-    (output,) = finish(llm).values()
-    assert llm.stats["num_prefill_tokens"] - before == len(PROMPTS[3])
-    assert output["num_cached_tokens"] == 0
-    assert output["token_ids"] == tiny[1](PROMPTS[3], 6)
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    for _ in range(40):
+        requests = start(llm)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-4, duration))
+            llm.generate(*REQUESTS[0])
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        except KeyboardInterrupt:
+            num_interrupted += 1
+        check(complete(llm, requests), expected, generate)
+    signal.signal(signal.SIGALRM, before)
+    assert num_interrupted > 10
 
 
 def test_a_request_whose_id_was_not_returned_is_cancelled(make_llm):

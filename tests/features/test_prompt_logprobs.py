@@ -87,8 +87,3 @@ def test_a_step_computes_no_more_rows_of_logits_at_once_than_the_profile_run(mak
     generate_ids(llm, LONGEST, SCORING)
     assert sum(sizes) >= len(LONGEST)
     assert max(sizes) == 4
-
-
-def test_invalid_numbers_are_rejected():
-    with pytest.raises(ValueError, match="prompt_logprobs"):
-        SamplingParams(prompt_logprobs=-1)

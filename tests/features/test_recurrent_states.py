@@ -205,3 +205,19 @@ def test_a_blocked_head_fits_when_a_snapshot_of_its_prefix_is_left():
     # Sequence 2 needs 7 blocks, or 3 with the snapshot. 4 are free.
     assert engine.step() == {0: 1, 1: 4, 2: 8}
     assert engine.step() == {0: 1, 1: 1, 2: 4}
+
+
+@pytest.mark.parametrize("policy", [Scheduler, PrefillFirstScheduler])
+def test_a_rejected_draft_stalls_no_other_decode(policy):
+    """The next step of its sequence recomputes a token and has no draft."""
+
+    def propose(token_ids, num_tokens):
+        return [7] * num_tokens if token_ids[0] == 1 else []
+
+    engine = Engine(policy, budget=6, propose=propose)
+    for first in (1, 2):
+        engine.add([first, 2, 3], max_tokens=20)
+    assert engine.step() == {0: 3, 1: 3}
+    for _ in range(3):
+        assert engine.step() == {0: 4, 1: 1}
+        assert engine.step() == {0: 2, 1: 1}

@@ -1,16 +1,14 @@
 """JSON schemas: llguidance gets them so that no text that it allows is invalid."""
 
 import json
-import random
 import re
 
 import jsonschema
-import numpy as np
 import pytest
 from grammar_helpers import allows, compile_grammar
 
 from nanovllm import SamplingParams, StructuredOutputsParams
-from nanovllm.features.structured_outputs import grammars, schemas
+from nanovllm.features.structured_outputs import grammars
 from nanovllm.features.structured_outputs.grammar_writer import allow_reasoning, make_grammar
 from nanovllm.features.structured_outputs.schemas import write_schema
 
@@ -21,104 +19,6 @@ def compile(**outputs):
 
 def compile_outputs(outputs):
     return compile_grammar(make_grammar(outputs))
-
-
-def sample(matcher, rng, max_bytes=60):
-    """A random text, or None if it becomes too long. Fails if the text cannot go on."""
-    matcher = matcher.deep_copy()
-    text = bytearray()
-    while len(text) < max_bytes:
-        mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
-        allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()
-        assert allowed and not matcher.is_error(), text
-        byte = rng.choice(allowed)
-        if byte >= 256:  # EOS
-            return text.decode(errors="replace")
-        matcher.consume_token(byte)
-        text.append(byte)
-        if matcher.is_stopped():
-            return text.decode(errors="replace")
-    return None
-
-
-NUMBERS = [0, 1, -1, 2, 5, 10, -10, 99, 0.5, -0.5, 0.25, 1.5, -1.5, 2.75, 0.1, 12.5]
-
-
-def make_number_schema(rng):
-    schema = {"type": rng.choice(["integer", "number", ["integer", "null"]])}
-    for key in rng.sample(sorted(schemas.BOUNDS), rng.randint(1, 2)):
-        schema[key] = rng.choice(NUMBERS)
-    if rng.random() < 0.3:
-        schema["multipleOf"] = rng.choice([2, 3, 0.5, 0.25, 0.1])
-    if rng.random() < 0.3:
-        key = rng.choice(sorted(schemas.BOUNDS))
-        schema = {"allOf": [schema, {key: rng.choice(NUMBERS)}]}
-    return schema
-
-
-def test_numbers_obey_their_bounds():
-    rng = random.Random(0)
-    num_compiled = num_texts = 0
-    for _ in range(300):
-        schema = make_number_schema(rng)
-        nodes = [schema, *schema.get("allOf", [])]
-        bounds = [node[key] for node in nodes for key in schemas.BOUNDS if key in node]
-        if len(set(map(int, bounds))) < len(bounds):
-            continue  # see test_a_fault_of_llguidance
-        try:
-            matcher = compile(json=schema)
-        except ValueError:
-            continue
-        num_compiled += 1
-        candidates = [sample(matcher, rng, 12) for _ in range(3)]
-        candidates += [text for text in map(json.dumps, NUMBERS) if allows(matcher, text)]
-        for text in filter(None, candidates):
-            num_texts += 1
-            is_fraction = "." in text and "multipleOf" in json.dumps(schema)
-            if not is_fraction:  # jsonschema divides in floating point
-                jsonschema.validate(json.loads(text), schema)
-    assert num_compiled > 150
-    assert num_texts > 500
-
-
-LEAVES = [True, {"const": 1}, {"enum": ["a", "b"]}, {"type": "boolean"}, {"type": "null"}]
-LEAVES += [{"type": "integer", "minimum": 0, "maximum": 9}, {"type": "string", "maxLength": 2}]
-
-
-def make_object_schema(rng, depth=0):
-    def make_values(names, most):
-        chosen = rng.sample(names, rng.randint(0, most))
-        return {name: make_part(rng, depth + 1) for name in chosen}
-
-    schema = {"type": "object", "properties": make_values(["a", "b", "ab"], 3)}
-    schema["required"] = rng.sample(["a", "b", "c"], rng.randint(0, 2))
-    schema["additionalProperties"] = rng.choice([False, False, True, {"const": 2}])
-    schema["patternProperties"] = make_values(["^a", "^(a|b)", "^[ab]+$", "^c", "b$"], 2)
-    return schema
-
-
-def make_part(rng, depth):
-    kind = rng.choice(["leaf", "leaf", "object", "anyOf", "allOf"])
-    if kind == "leaf" or depth > 2:
-        return rng.choice(LEAVES)
-    if kind == "object":
-        return make_object_schema(rng, depth)
-    return {kind: [make_part(rng, depth + 1) for _ in range(2)]}
-
-
-def test_objects_are_valid_and_never_stuck():
-    rng = random.Random(0)
-    num_texts = 0
-    for _ in range(150):
-        schema = make_object_schema(rng)
-        try:
-            matcher = compile(json=schema)
-        except ValueError:
-            continue
-        for text in filter(None, [sample(matcher, rng) for _ in range(4)]):
-            num_texts += 1
-            jsonschema.validate(json.loads(text), schema)
-    assert num_texts > 100
 
 
 @pytest.mark.parametrize(
@@ -176,10 +76,6 @@ UNHELD_SCHEMAS = {
     "uniqueItems": ({"type": "array", "uniqueItems": True}, "[1,1]"),
     "propertyNames": ({"type": "object", "propertyNames": {"enum": ["a"]}}, '{"b":1}'),
     "not": ({"not": {"const": 1}}, "1"),
-    "if": ({"if": {"minimum": 1}, "then": {"const": 1}, "else": {"const": 0}}, "2"),
-    "contains": ({"contains": {"const": 1}, "minContains": 2}, "[1]"),
-    "dependentRequired": ({**NAMES, "dependentRequired": {"a": ["b"]}}, '{"a":1}'),
-    "unevaluatedProperties": ({**NAMES, "unevaluatedProperties": False}, '{"c":1}'),
     "format": ({"type": "string", "format": "path"}, None),
     "pattern": ({"type": "string", "pattern": "^(?!b)[a-z]+$"}, '"b"'),
     "patternProperties": (

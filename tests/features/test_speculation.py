@@ -10,131 +10,76 @@ from conftest import (
     attach,
     check_invariants,
     find_feature,
+    find_obstacle,
     finish_step,
     make_checkpoint,
-    make_shape,
+    make_drafts_free,
     random_prompt,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from random_calls import Foresight
+from random_engines import find_difference
 from transformers import Qwen3Config, Qwen3MoeConfig
 
 from nanovllm import SamplingParams, trace
-from nanovllm.config import MAX_DRAFT_STEP, Config
+from nanovllm.config import MAX_DRAFT_STEP
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.scheduler import PrefillFirstScheduler, Scheduler
+from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
-from nanovllm.features.recurrent_states import RecurrentStates
 from nanovllm.features.speculation.costs import StepCosts, measure_costs
 from nanovllm.features.speculation.drafts import (
     Drafts,
     PromptLookup,
     Proposal,
 )
-from nanovllm.kernels.cpu import attention as cpp
 from nanovllm.layers import attention as torch_backend
 from nanovllm.worker.cache_plan import CachePlan
-from nanovllm.worker.state_slots import StateSlots
 
 FREE = StepCosts(per_token=0.0)  # drafts cost nothing
 
 
-def make_scheduler(drafts, block_manager, policy=Scheduler, has_states=False, **limits):
-    scheduler = policy(block_manager, **limits)
-    features = [drafts]
-    if has_states:
-        config = Config("", num_speculative_tokens=7, enable_prefix_caching=False)
-        states = RecurrentStates()
-        states.state_slots = StateSlots(config, limits["max_num_seqs"])
-        states.snapshot_slots = range(0)
-        features.append(states)
-    attach(scheduler, *features)
-    return scheduler
-
-
-def draft_freely(drafts, propose):
-    """Draft whatever `propose` returns for the tokens of a sequence and a number of tokens."""
-    drafts.max_draft_len = 7
-    drafts.costs = FREE
-    drafts.make_proposer = lambda token_ids: SimpleNamespace(propose=partial(propose, token_ids))
-
-
 def draft_sevens():
     drafts = Drafts()
-    draft_freely(drafts, lambda _, num_tokens: [7] * num_tokens)
+    drafts.max_draft_len = 7
+    drafts.costs = FREE
+    drafts.make_proposer = lambda _: SimpleNamespace(propose=lambda num_tokens: [7] * num_tokens)
     return drafts
 
 
-def foresee(llm, outputs):
-    """Propose the tokens of `outputs`, except that token 0 is proposed for every fifth position."""
-    answers = [output["prompt_token_ids"] + output["token_ids"] for output in outputs]
-
-    def propose(token_ids, num_tokens):
-        start = len(token_ids)
-        answer = next((answer for answer in answers if answer[:start] == token_ids), [])
-        end = min(start + num_tokens, len(answer))
-        return [answer[position] if position % 5 else 0 for position in range(start, end)]
-
-    draft_freely(find_feature(llm, Drafts), propose)
-
-
-def assert_same(ours, theirs):
-    for one, other in zip(ours, theirs, strict=True):
-        for key in ("token_ids", "text", "finish_reason"):
-            assert one[key] == other[key]
-        assert len(one["logprobs"] or []) == len(other["logprobs"] or [])
-        total = other["cumulative_logprob"]
-        assert one["cumulative_logprob"] == pytest.approx(total, abs=1e-3)
+def make_scheduler(drafts, num_blocks, max_num_seqs, budget):
+    scheduler = Scheduler(BlockManager(num_blocks, 4), max_num_seqs, budget)
+    attach(scheduler, drafts)
+    return scheduler
 
 
 # --- the scheduler
 
 
-def next_token(token_ids):
-    """Stands for a model."""
-    return (sum(token_ids) + len(token_ids) // 3) % 3
-
-
-def run_step(scheduler, samples=()):
+def run_step(scheduler, samples=None):
+    """Run a step. Return its plan. Unless given, each sample is 1."""
     step = scheduler.schedule()
     plan = {seq.seq_id: num_tokens for seq, num_tokens, _ in step}
-    samples = list(samples)
-    for seq, _, num_logits in list(step)[len(samples) :]:
-        end = len(seq.token_ids) + 1
-        contexts = [seq.token_ids[:stop] for stop in range(end - num_logits, end)]
-        samples.append([next_token(context) for context in contexts])
-    finish_step(scheduler, step, samples)
+    finish_step(scheduler, step, samples or [[1] * num_logits for num_logits in step.num_logits])
     return plan
 
 
 def test_drafts_take_what_a_step_leaves_unused():
     """A draft ends where the token budget or the free blocks end. Nothing is preempted for it."""
     drafts = draft_sevens()
-    limits = {"max_num_seqs": 2, "max_num_batched_tokens": 6}
-    scheduler = make_scheduler(drafts, BlockManager(3, 4), **limits)
-    for seq_id in range(2):
-        scheduler.add(Sequence(seq_id, [1, 2, 3], SamplingParams()))
-    assert run_step(scheduler) == {0: 3, 1: 3}
-    # The budget has 4 tokens left, 2 for each draft. Only sequence 0 gets the last free block.
-    assert run_step(scheduler) == {0: 3, 1: 1}
+    scheduler = make_scheduler(drafts, num_blocks=3, max_num_seqs=2, budget=6)
+    scheduler.add(Sequence(0, [1, 2, 3], SamplingParams()))
+    scheduler.add(Sequence(1, [1, 2], SamplingParams()))
+    assert run_step(scheduler) == {0: 3, 1: 2}
+    # The budget has 4 tokens left, 2 for each draft. Sequence 0 gets the last free block, and the
+    # block of sequence 1 has room for one draft token.
+    assert run_step(scheduler) == {0: 3, 1: 2}
     assert len(scheduler.block_manager.free_block_ids) == 1, "released with the rejected draft"
-    assert drafts.num_draft_tokens == 2
+    assert drafts.num_draft_tokens == 3
     assert scheduler.num_preemptions == 0
 
 
-def test_a_draft_has_the_tokens_that_fit_into_the_blocks():
-    scheduler = make_scheduler(
-        draft_sevens(), BlockManager(1, 4), max_num_seqs=1, max_num_batched_tokens=9
-    )
-    scheduler.add(Sequence(0, [1, 2], SamplingParams()))
-    assert run_step(scheduler) == {0: 2}
-    assert run_step(scheduler) == {0: 2}
-
-
 def test_only_blocks_of_drafts_are_released():
-    limits = {"max_num_seqs": 1, "max_num_batched_tokens": 5}
-    scheduler = make_scheduler(draft_sevens(), BlockManager(3, 4), **limits)
+    scheduler = make_scheduler(draft_sevens(), num_blocks=3, max_num_seqs=1, budget=5)
     seq = Sequence(0, list(range(12)), SamplingParams())
     scheduler.add(seq)
     assert run_step(scheduler) == {0: 5}
@@ -142,60 +87,14 @@ def test_only_blocks_of_drafts_are_released():
 
 
 def test_nan_logits_end_a_sequence_after_its_valid_tokens():
-    manager = BlockManager(9, 4)
-    scheduler = make_scheduler(draft_sevens(), manager, max_num_seqs=1, max_num_batched_tokens=16)
+    scheduler = make_scheduler(draft_sevens(), num_blocks=9, max_num_seqs=1, budget=16)
     seq = Sequence(0, [1, 2], SamplingParams())
     scheduler.add(seq)
     assert run_step(scheduler, [[7]]) == {0: 2}
     assert run_step(scheduler, [[7, 7] + [-1] * 6]) == {0: 8}
     assert (seq.token_ids, seq.finish_reason) == ([1, 2, 7, 7, 7], "error")
-    assert not manager.hash_to_block_id
-    assert len(manager.free_block_ids) == 9
-
-
-@pytest.mark.parametrize("policy", [Scheduler, PrefillFirstScheduler])
-def test_a_rejected_draft_stalls_no_other_decode(policy):
-    """With recurrent states, the next step of its sequence recomputes a token and has no draft."""
-    drafts = draft_sevens()
-    limits = {"max_num_seqs": 2, "max_num_batched_tokens": 6}
-    scheduler = make_scheduler(drafts, BlockManager(9, 4), policy, has_states=True, **limits)
-    scheduler.add(Sequence(0, [1, 2, 3], SamplingParams()))
-    scheduler.add(Sequence(1, [1, 2, 3], SamplingParams(presence_penalty=1.0)))  # has no drafts
-    assert run_step(scheduler) == {0: 3, 1: 3}
-    for _ in range(3):
-        assert run_step(scheduler) == {0: 5, 1: 1}
-        assert run_step(scheduler) == {0: 2, 1: 1}
-    assert drafts.num_accepted_tokens == 0
-
-
-@given(
-    loads=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 12)), min_size=1, max_size=5),
-    policy=st.sampled_from([Scheduler, PrefillFirstScheduler]),
-    num_blocks=st.integers(11, 20),
-    max_draft_len=st.integers(1, 4),
-)
-@settings(max_examples=60, deadline=None, derandomize=True)
-def test_random_loads(loads, policy, num_blocks, max_draft_len):
-    """Drafts change no token, and blocks with rejected tokens are never listed."""
-    manager = BlockManager(num_blocks, 2)
-    drafts = make_drafts(max_draft_len, FREE)
-    limits = {"max_num_seqs": 3, "max_num_batched_tokens": 12}
-    scheduler = make_scheduler(drafts, manager, policy, **limits)
-    seqs = []
-    for seq_id, (prompt_len, max_tokens) in enumerate(loads):
-        params = SamplingParams(max_tokens=max_tokens)
-        seqs.append(Sequence(seq_id, [seq_id % 3] * prompt_len, params))
-        scheduler.add(seqs[-1])
-    while scheduler.running or scheduler.waiting:
-        run_step(scheduler)
-        for seq in scheduler.running:
-            for index, block_id in enumerate(seq.block_table):
-                expected = seq.token_ids[2 * index : 2 * index + 2]
-                assert manager.blocks[block_id].token_ids in ([], expected)
-    for seq in seqs:
-        assert len(seq.token_ids) == seq.max_num_tokens
-        for position in range(seq.num_prompt_tokens, len(seq.token_ids)):
-            assert seq.token_ids[position] == next_token(seq.token_ids[:position])
+    assert not scheduler.block_manager.hash_to_block_id
+    assert len(scheduler.block_manager.free_block_ids) == 9
 
 
 # --- the engine
@@ -204,7 +103,7 @@ def test_random_loads(loads, policy, num_blocks, max_draft_len):
 QWEN3 = dict(family=Qwen3Config)
 MOE = dict(family=Qwen3MoeConfig, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
 needs_cpp = pytest.mark.skipif(
-    cpp.reason_unavailable(torch.device("cpu"), torch.bfloat16, make_shape(), 4) is not None,
+    find_obstacle("cpp", torch.device("cpu"), torch.bfloat16) is not None,
     reason="needs a C++ compiler",
 )
 
@@ -234,12 +133,15 @@ def test_drafts_change_no_token(tmp_path, make_llm, checkpoint, options):
         {"temperature": 0.3, "min_tokens": 20},
     ]
     params = [SamplingParams(max_tokens=30, seed=3, **each) for each in settings]
-    with make() as llm:
-        expected = llm.generate(prompts, params, use_tqdm=False)
+    with make(tensor_parallel_size=1) as llm:
+        expected = llm.generate(prompts, params)
     with make(num_speculative_tokens=7, trace=path) as llm:
-        foresee(llm, expected)
+        answers = [output["prompt_token_ids"] + output["token_ids"] for output in expected]
+        drafts = make_drafts_free(llm)
+        drafts.make_proposer = lambda token_ids: Foresight(token_ids, answers)
         for _ in range(2):  # with a cold cache, then with a warm one
-            assert_same(llm.generate(prompts, params, use_tqdm=False), expected)
+            for output, other in zip(llm.generate(prompts, params), expected, strict=True):
+                assert find_difference(output, other) is None
             check_invariants(llm)
         stats = llm.stats
     assert 50 < stats["num_accepted_tokens"] < stats["num_draft_tokens"]
@@ -282,18 +184,13 @@ def make_decode(acceptance_rate, max_tokens=8, **params):
     return seq, Proposal(PromptLookup(seq.token_ids), acceptance_rate=acceptance_rate)
 
 
-def make_drafts(max_draft_len, costs):
-    drafts = Drafts()
-    drafts.max_draft_len = max_draft_len
-    drafts.costs = costs
-    return drafts
-
-
 def choose(decodes, costs=FREE, budget=100):
     step = Step()
     for seq, _ in decodes:
         step.add(seq, num_tokens=1, num_logits=1)
-    drafts = make_drafts(4, costs)
+    drafts = Drafts()
+    drafts.max_draft_len = 4
+    drafts.costs = costs
     drafts.proposals = dict(decodes)
     chosen = drafts.choose(step, len(step.seqs) + budget)
     return [chosen.get(seq, []) for seq in step.seqs]
@@ -361,13 +258,14 @@ def test_costs_of_steps_are_measured(monkeypatch, max_num_batched_tokens, launch
     def execute(batch):
         num_tokens = len(batch.input_ids)
         assert num_tokens <= max_num_batched_tokens
+        assert batch.window_tables.shape == batch.block_tables.shape
         clock[0] += 9.0 + num_tokens + (launch if num_tokens > 1 else 0.0)
         return torch.zeros(len(batch.logits_indices), 1)
 
     worker = SimpleNamespace(
         execute=execute,
         compute_logits=lambda hidden: hidden,
-        plan=CachePlan(num_lanes=3),
+        plan=CachePlan(num_lanes=3, num_window_blocks=9),
         block_size=4,
         block_table_width=16,
         max_num_batched_tokens=max_num_batched_tokens,

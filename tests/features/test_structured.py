@@ -14,11 +14,17 @@ import jsonschema
 import numpy as np
 import pytest
 import torch
-from conftest import check_invariants, copy_tokenizer, find_feature, generate_ids, make_checkpoint
+from conftest import (
+    check_invariants,
+    copy_tokenizer,
+    find_feature,
+    generate_ids,
+    make_checkpoint,
+    make_drafts_free,
+)
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.engine.request import Request
-from nanovllm.features.speculation.drafts import Drafts
 from nanovllm.features.structured_outputs import grammars
 from nanovllm.features.structured_outputs import masks as structured
 
@@ -71,9 +77,14 @@ MIXED = [
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """A random model with the tokenizer of the demo model, and with more logits than tokens."""
+    """A random model with the tokenizer of the demo model, and with more logits than tokens.
+
+    Two ids end a text: that of the tokenizer, and 400. Two are above the vocabulary, as in
+    checkpoints with a reduced vocabulary, and are ignored.
+    """
     directory = tmp_path_factory.mktemp("structured")
-    make_checkpoint(directory, vocab_size=805, initializer_range=0.1)
+    eos_token_id = [400, 805, 9000]
+    make_checkpoint(directory, vocab_size=805, initializer_range=0.1, eos_token_id=eos_token_id)
     copy_tokenizer(directory)
     return str(directory)
 
@@ -177,16 +188,17 @@ def test_end_of_the_grammar_ends_the_text_without_eos(llm):
 
 
 def test_eos_comes_only_where_the_text_may_end(llm):
-    (eos,) = llm.eos_token_ids
-    bias = {eos: 100.0}
-    output = run(llm, {"regex": "[ab]{3}[QZ]*"}, logit_bias=bias, ignore_eos=True)
-    assert re.fullmatch("[ab]{3}", output["text"])
-    assert output["token_ids"][-1] == eos
-    assert output["finish_reason"] == "stop"
-    output = run(llm, {"regex": "[ab]{3}[QZ]*"}, logit_bias=bias, min_tokens=10)
-    assert re.fullmatch("[ab]{3}[QZ]+", output["text"])
-    assert len(output["token_ids"]) == 11
-    assert run(llm, {"regex": ""}, min_tokens=2)["token_ids"] == [eos]
+    assert llm.eos_token_ids == {llm.tokenizer.eos_token_id, 400}
+    for eos in llm.eos_token_ids:
+        bias = {eos: 100.0}
+        output = run(llm, {"regex": "[ab]{3}[QZ]*"}, logit_bias=bias, ignore_eos=True)
+        assert re.fullmatch("[ab]{3}", output["text"])
+        assert output["token_ids"][-1] == eos
+        assert output["finish_reason"] == "stop"
+        output = run(llm, {"regex": "[ab]{3}[QZ]*"}, logit_bias=bias, min_tokens=10)
+        assert re.fullmatch("[ab]{3}[QZ]+", output["text"])
+        assert len(output["token_ids"]) == 11
+        assert run(llm, {"regex": ""}, logit_bias=bias, min_tokens=2)["token_ids"] == [eos]
 
 
 def test_added_tokens_are_text_unless_they_are_special(make):
@@ -198,27 +210,6 @@ def test_added_tokens_are_text_unless_they_are_special(make):
     output = run(llm, {"choice": ["<|im_end|>."]}, logit_bias=dict.fromkeys(llm.eos_token_ids, 100))
     assert output["text"] == "<|im_end|>."
     assert not llm.eos_token_ids & {*output["token_ids"]}
-
-
-def test_every_eos_of_the_checkpoint_ends_the_text(make):
-    llm = make()
-    (token,) = llm.tokenizer.encode("q", add_special_tokens=False)
-    llm.eos_token_ids |= {token}
-    find_feature(llm, grammars.StructuredOutputs).eos_token_ids = llm.eos_token_ids
-    output = run(llm, {"regex": "[ab]{3}[QZ]*"}, logit_bias={token: 100}, ignore_eos=True)
-    assert re.fullmatch("[ab]{3}", output["text"])
-    assert output["token_ids"][-1] == token
-
-
-def test_an_eos_above_the_vocabulary_ends_no_constrained_text(tmp_path, make):
-    """Checkpoints with a reduced vocabulary have such ids."""
-    make_checkpoint(tmp_path, vocab_size=805, eos_token_id=[805, 9000])
-    copy_tokenizer(tmp_path)
-    llm = make(str(tmp_path))
-    assert llm.eos_token_ids == {llm.tokenizer.eos_token_id}
-    for regex in ("[ab]{3}", "[ab]{3}[QZ]*"):
-        bias = {llm.tokenizer.eos_token_id: 100.0}
-        assert run(llm, {"regex": regex}, logit_bias=bias)["finish_reason"] == "stop"
 
 
 def test_stop_token_that_alone_may_come_before_min_tokens(llm):
@@ -253,15 +244,11 @@ def test_samples_of_a_batch(llm, expected):
         {"num_kvcache_blocks": 40, "enable_chunked_prefill": False},
         {"max_num_batched_tokens": 5},
         {"tensor_parallel_size": 2},
-        {"num_speculative_tokens": 4, "num_kvcache_blocks": 40},
     ],
     ids=str,
 )
 def test_tokens_do_not_depend_on_the_steps(make, expected, options):
     with make(**options) as llm:
-        if "num_speculative_tokens" in options:  # draft as often as possible
-            costs = find_feature(llm, Drafts).costs
-            costs.choose_count = lambda step, found: len(found)
         assert generate_ids(llm, *mixed_batch()) == expected
         check_invariants(llm)
         if "num_kvcache_blocks" in options:
@@ -274,8 +261,7 @@ def test_drafts_are_verified_with_the_grammar(make):
     kind = {"regex": "( the cat){6}[.!]"}
     alone = make()
     drafting = make(num_speculative_tokens=4)
-    costs = find_feature(drafting, Drafts).costs
-    costs.choose_count = lambda step, found: len(found)
+    make_drafts_free(drafting)
     for seed in range(4):
         output = run(drafting, kind, prompt, seed=seed)
         assert output["token_ids"] == run(alone, kind, prompt, seed=seed)["token_ids"]
@@ -293,16 +279,6 @@ HOSTILE = {
     "deep dict": {"json": DEEP_DICT},
     "deep rules": {"grammar": "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(9000))},
     "deep regex": {"regex": "(" * 20000 + "a" + ")" * 20000},
-    "remainders": {"json": {"type": "integer", "multipleOf": 10000019}},
-    "combinations": {
-        "json": {
-            "allOf": [
-                {"anyOf": [{"properties": {f"k{i}{j}": SHORT}} for j in range(5)]}
-                for i in range(12)
-            ]
-        }
-    },
-    "many values": {"json": {"enum": [f"v{i * i}" for i in range(100_000)]}},
     "references in a circle": {"json": {"$ref": "#"}},
     "nested repetition": {"regex": "((a{1,100}){1,100}){1,1000000}"},
     "ambiguity": {"grammar": 'start: s\ns: s s s | s s | "a" | '},
@@ -345,13 +321,7 @@ def test_modules_beside_the_check_hide_no_others(tmp_path, monkeypatch):
     grammars.check_in_process("start: /hidden/")
 
 
-SLOW = ("remainders", "combinations", "many values")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.sweep if name in SLOW else ()) for name in HOSTILE],
-)
+@pytest.mark.parametrize("name", HOSTILE)
 @pytest.mark.filterwarnings("ignore:request:RuntimeWarning")
 def test_hostile_grammar_costs_its_own_request(llm, expected, name):
     """The engine rejects it, or the request ends, and another request gets its tokens."""
@@ -454,7 +424,6 @@ def test_missing_package_and_missing_tokenizer(tiny, make, llm, monkeypatch):
 @pytest.mark.parametrize(
     "value, complaint",
     [
-        (3, "structured_outputs must be"),
         ({}, "exactly one of json, json_object, regex, choice, grammar, not"),
         ({"regex": "a", "choice": ["b"]}, "exactly one of"),
         ({"json_object": False}, "exactly one of"),
@@ -515,9 +484,3 @@ def test_logit_bias_is_added_before_sampling(llm):
     assert plain[0] not in banned
     with pytest.raises(ValueError, match="logit_bias must be at least 0 and at most 804"):
         generate_ids(llm, [[1]], SamplingParams(logit_bias={805: 1}))
-
-
-@pytest.mark.parametrize("bias", [[1], {"a": 1}, {1: 101}, {1: None}, {-1: 0}, {1.5: 0}])
-def test_invalid_logit_bias_is_named(bias):
-    with pytest.raises((ValueError, TypeError), match="logit_bias"):
-        SamplingParams(logit_bias=bias)
