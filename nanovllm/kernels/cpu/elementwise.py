@@ -18,7 +18,7 @@ from nanovllm.layers.norm import RMSNorm, ZeroCenteredRMSNorm
 from nanovllm.layers.tensor_parallel import TensorParallel
 from nanovllm.models.decoder import MLP, Attention, CosSin
 from nanovllm.models.gemma3 import GeluMLP
-from nanovllm.models.olmo import HeadsNorm, OlmoAttention, OlmoNorm
+from nanovllm.models.olmo import HeadsNorm, OlmoNorm
 
 
 def run_on_one_rank(*linears: RowParallelLinear) -> bool:
@@ -77,12 +77,12 @@ NORMS = (FastRMSNorm, FastZeroCenteredRMSNorm, FastOlmoNorm, FastHeadsNorm, None
 def describe_norm(norm: Any) -> Struct:
     """Describe an optimized norm for C++. Without one, the weight is null."""
     if norm is None:
-        return Norm(weight=None, size=0, eps=0.0, kind=0)
+        return Norm()
     return Norm(weight=norm.weight, size=len(norm.weight), eps=norm.eps, kind=norm.KIND)
 
 
 class FastAttention(OptimizedLayer, Attention):
-    replaces: ClassVar[type[Attention]] = Attention
+    replaces = Attention
     parts: ClassVar = {"q_norm": NORMS, "k_norm": NORMS}
 
     def norm_and_rotate(self, heads: Tensor, norm: RMSNorm | None, cos_sin: CosSin) -> Tensor:
@@ -111,18 +111,6 @@ class FastAttention(OptimizedLayer, Attention):
             half,
         )
         return output
-
-
-class FastOlmoAttention(FastAttention, OlmoAttention):
-    """Calls its norms, because with several ranks these need the means of all ranks."""
-
-    replaces = OlmoAttention
-    parts: ClassVar = {}
-
-    def norm_and_rotate(self, heads: Tensor, norm: RMSNorm | None, cos_sin: CosSin) -> Tensor:
-        assert norm is not None
-        normed = norm(heads.flatten(1)).view_as(heads)
-        return super().norm_and_rotate(normed, None, cos_sin)
 
 
 class FastMLP(OptimizedLayer, MLP):
