@@ -123,16 +123,8 @@ def override(name, part):
     part.__class__ = type("Changed", (type(part),), {name: wrap(original)})
 
 
-def replace_method(name, part):
-    setattr(part, name, wrap(getattr(part, name)))
-
-
-def set_attribute(name, value, part):
-    setattr(part, name, value)
-
-
-def wrap_part(name, part):
-    setattr(part, name, Wrapper(getattr(part, name)))
+def replace_attribute(name, make, part):
+    setattr(part, name, make(getattr(part, name)))
 
 
 def add_hook(part):
@@ -152,10 +144,6 @@ def list_methods(part):
     return sorted({name for name in names if name != "targets" and name[0] != "_"})
 
 
-def change(tp, x):
-    return change_result(x)
-
-
 def find_new_values(part, name, value):
     """Other values of an attribute. Raises KeyError for a kind that this test does not know."""
     if isinstance(value, torch.Tensor):
@@ -170,7 +158,8 @@ def find_new_values(part, name, value):
     if isinstance(value, float):
         return [3 * value + 0.1]
     if isinstance(value, TensorParallel):
-        changed = type("Changed", (TensorParallel,), {"all_reduce": change, "gather": change})
+        methods = dict.fromkeys(["all_reduce", "gather"], lambda tp, x: change_result(x))
+        changed = type("Changed", (TensorParallel,), methods)
         second = TensorParallel(rank=1, size=2)
         return [changed()] + ([second] if getattr(part, "bias", None) is not None else [])
     if value is torch_backend or value is cpp_backend:
@@ -198,16 +187,17 @@ def list_changes(model):
     for path, part in model.named_modules():
         for method in list_methods(part):
             yield path, f"override {method}", partial(override, method)
-            yield path, f"replace {method}", partial(replace_method, method)
+            yield path, f"replace {method}", partial(replace_attribute, method, wrap)
         attributes = {**vars(part), **part._parameters, **part._buffers}
         for name, value in attributes.items():
             if name[0] == "_" or {name, f"{type(part).__name__}.{name}"} & excluded:
                 continue
             for i, new in enumerate(find_new_values(part, name, value)):
-                yield path, f"{name} = value {i}", partial(set_attribute, name, new)
+                change = partial(replace_attribute, name, lambda old, new=new: new)
+                yield path, f"{name} = value {i}", change
         for name, _ in part.named_children():
             if path and name not in NOT_ONLY_CALLED and type(part) is not nn.ModuleList:
-                yield path, f"wrap {name}", partial(wrap_part, name)
+                yield path, f"wrap {name}", partial(replace_attribute, name, Wrapper)
 
 
 def list_hooks(model):

@@ -89,10 +89,15 @@ class QuantizedRows : public TiledRows<QuantizedRows> {
     friend TiledRows;
     Buffer<T> memory;
     T* numbers;  // [num_blocks, num_rows, BLOCK], where a block has whole groups
+    int64_t num_rows;
+    int64_t num_groups;
     int64_t groups_per_block;
+    alignas(64) float sums[MAX_ROWS * WIDTH];
     alignas(64) T kept[BLOCK * WIDTH];  // codes of a block, line by line
 
 public:
+    Weight weight;
+
     void pack(const auto& find_row, int64_t num_rows_, int64_t in_features) {
         int64_t group_size = weight.group_size;
         num_rows = num_rows_;

@@ -45,9 +45,14 @@ class QuantizedRows : public TiledRows<QuantizedRows> {
     Plane planes[NUM_PLANES];
     Buffer<float> scale_memory;
     float* x_scales;  // [num_groups, num_rows]
+    int64_t num_rows;
+    int64_t num_groups;
+    alignas(64) float sums[MAX_ROWS * WIDTH];
     alignas(64) int16_t kept[MAX_GROUP_SIZE * WIDTH];  // codes of a block, line by line
 
 public:
+    Weight weight;
+
     void pack(const auto& find_row, int64_t num_rows_, int64_t in_features) {
         int64_t group_size = weight.group_size;
         num_rows = num_rows_;

@@ -1,8 +1,9 @@
 // What centered.h and planes.h have in common: rows of x, which a panel of a quantized weight is
 // multiplied by in tiles of up to ROWS rows.
 //
-// `Self` is the class that inherits this. Its sum_up<BITS>(panel) adds the products of all rows to
-// `sums`, with functions multiply_tile<BITS, KEEPS, M>, one for each number M of rows.
+// `Self` is the class that inherits this, and has num_rows and `sums`. Its sum_up<BITS>(panel) adds
+// the products of all rows to `sums`, with functions multiply_tile<BITS, KEEPS, M>, one for each
+// number M of rows.
 #pragma once
 #include "quantized.h"
 #include "rows.h"
@@ -27,10 +28,6 @@ struct Tiling {
 template <class Self>
 class TiledRows {
 protected:
-    int64_t num_rows;
-    int64_t num_groups;
-    alignas(64) float sums[MAX_ROWS * WIDTH];
-
     // Return the function for a tile. The first tile converts the codes, and keeps them if there
     // are others, which read them with 16 bits.
     template <int BITS>
@@ -51,14 +48,13 @@ private:
     }
 
 public:
-    Weight weight;
-
     void multiply(const T* panel, const Epilogue& epilogue, T* output, int64_t output_stride) {
-        std::fill_n(sums, num_rows * WIDTH, 0);
-        auto sum_up = weight.bits == 4 ? &Self::template sum_up<4> : &Self::template sum_up<8>;
-        (static_cast<Self*>(this)->*sum_up)((const uint8_t*)panel);
-        for (int64_t row = 0; row < num_rows; row++)
-            epilogue.store(&sums[row * WIDTH], output, row * output_stride);
+        Self& self = static_cast<Self&>(*this);
+        std::fill_n(self.sums, self.num_rows * WIDTH, 0);
+        auto sum_up = self.weight.bits == 4 ? &Self::template sum_up<4> : &Self::template sum_up<8>;
+        (self.*sum_up)((const uint8_t*)panel);
+        for (int64_t row = 0; row < self.num_rows; row++)
+            epilogue.store(&self.sums[row * WIDTH], output, row * output_stride);
     }
 
     void finish(int64_t) {}  // multiply() has no deferred epilogue
