@@ -311,17 +311,3 @@ def test_parts_that_are_replaced_later_stay_in_memory(family):
     layer.mlp = nn.Identity()
     gc.collect()
     assert None not in [tensor() for tensor in tensors]
-
-
-@needs_compiler
-def test_layers_can_share_a_part():
-    spec = SPECS["norms"]
-    models = [spec.make_model(torch_backend), spec.make_model(cpp_backend)]
-    for model in models:
-        first, second = randomize(model).model.layers
-        second.mlp = first.mlp
-    optimize(models[1], "cpp")
-    expected = compute(models[0], spec, torch_backend)
-    torch.testing.assert_close(
-        compute(models[1], spec, cpp_backend), expected, atol=1e-4, rtol=1e-4
-    )

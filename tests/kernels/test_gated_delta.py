@@ -20,10 +20,10 @@ from nanovllm.layers.gated_delta import DeltaInputs
 from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
 from nanovllm.models.qwen3_5 import DeltaLayer, Qwen35Spec
 
-pytestmark = [needs_compiler, pytest.mark.usefixtures("inference_mode")]
+pytestmark = needs_compiler
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def inference_mode():
     with torch.inference_mode():
         yield

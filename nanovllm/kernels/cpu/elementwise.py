@@ -7,12 +7,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.changes import has_parts, list_hooks
 from nanovllm.kernels.cpu.declarations import Norm, Struct
 from nanovllm.kernels.cpu.library import load
 from nanovllm.kernels.cpu.panels import can_prepack
 from nanovllm.kernels.cpu.prepacked import Gate, PrepackedWeight
-from nanovllm.kernels.optimized_layer import OptimizedLayer
+from nanovllm.kernels.optimized_layer import OptimizedLayer, has_parts, list_hooks
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.norm import RMSNorm, ZeroCenteredRMSNorm
 from nanovllm.layers.tensor_parallel import TensorParallel

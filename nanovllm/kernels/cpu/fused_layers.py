@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from nanovllm.batch import Batch
-from nanovllm.kernels.changes import has_parts
 from nanovllm.kernels.cpu import attention
 from nanovllm.kernels.cpu.declarations import Blocks, Layer, Rope, Struct
 from nanovllm.kernels.cpu.elementwise import (
@@ -30,7 +29,7 @@ from nanovllm.kernels.cpu.prepacked import (
     PrepackedRowParallelLinear,
     PrepackedWeight,
 )
-from nanovllm.kernels.optimized_layer import OptimizedLayer
+from nanovllm.kernels.optimized_layer import OptimizedLayer, has_parts
 from nanovllm.models.decoder import CosSins, DecoderLayer, DecoderLayers
 from nanovllm.models.gemma3 import Gemma3Layer
 from nanovllm.models.olmo import OlmoAttention, OlmoLayer

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from nanovllm.batch import Batch
-from nanovllm.kernels.changes import has_parts
 from nanovllm.kernels.cpu import declarations
 from nanovllm.kernels.cpu.elementwise import (
     FastMLP,
@@ -22,7 +21,7 @@ from nanovllm.kernels.cpu.prepacked import (
     PrepackedRowParallelLinear,
     PrepackedWeight,
 )
-from nanovllm.kernels.optimized_layer import OptimizedLayer
+from nanovllm.kernels.optimized_layer import OptimizedLayer, has_parts
 from nanovllm.layers.gated_delta import DeltaInputs, GatedDeltaRule
 from nanovllm.models.decoder import CosSins
 from nanovllm.models.qwen3_5 import DeltaLayer, GatedDeltaNet
