@@ -5,9 +5,8 @@ unless enable_kernels=False, and calls the four functions below when an engine s
 
 select.py             chooses the attention backend: how K/V are stored and read
 replacement.py        replaces the layers of a model by optimized subclasses
-optimized_layer.py    the rules for replacing the class of a live layer
+optimized_layer.py    the rules for replacing the class of a live layer, and what prevents it
 optimized_sampler.py  what the samplers for CPUs and GPUs share
-changes.py            finds what a reader has changed in a layer
 attention_check.py    compares a backend with plain torch, on random batches
 layer_check.py        compares layers with plain torch, on recorded calls
 fallback.py           finds whether kernels fail, and reports what replaces them

@@ -7,7 +7,6 @@ the weights of the other layers evict the K/V between two calls.
 """
 
 import argparse
-import platform
 import statistics
 import sys
 import time
@@ -24,8 +23,12 @@ from nanovllm.utils.helpers import run_program
 
 LAYERS = {
     "Qwen3-0.6B": AttentionShape(16, 8, 128, 128**-0.5),
-    "Gemma 3 1B, full": AttentionShape(4, 1, 256, 256**-0.5),
     "Gemma 3 1B, window 512": AttentionShape(4, 1, 256, 256**-0.5, window=512),
+}
+# For each type of device: a prefill and decodes, as num_seqs, context_len and query_len.
+BATCHES = {
+    "cuda": [(1, 8192, 8192), (256, 1024, 1), (1, 1024, 1), (1, 32768, 1)],
+    "cpu": [(1, 2048, 2048), (32, 256, 1), (1, 1024, 1), (1, 32768, 1)],
 }
 TOLERANCES = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 8e-2}  # what rounding explains
 
@@ -40,7 +43,7 @@ def time_call(call: Callable[[], object], device: torch.device) -> float:
     flush = torch.ones(1 << 26)  # 256 MiB
     seconds: list[float] = []
     end = time.perf_counter() + 0.5
-    while len(seconds) < 5 or time.perf_counter() < end:
+    while len(seconds) < 3 or time.perf_counter() < end:
         flush.sum()
         start = time.perf_counter()
         call()
@@ -48,65 +51,31 @@ def time_call(call: Callable[[], object], device: torch.device) -> float:
     return statistics.median(seconds)
 
 
-def measure(
-    decodes: list[tuple[int, int]], prompt_len: int, dtype_name: str, device: torch.device
-) -> None:
-    """Check and time all kernels and print a table. Raises RuntimeError if one is wrong.
-
-    `decodes` are numbers of sequences and tokens of their contexts. A prefill has `prompt_len`
-    tokens. Rates count the tokens that queries attend to.
-    """
+def measure(dtype_name: str, device: torch.device) -> None:
+    """Check and time all kernels and print a table. Raises RuntimeError if one is wrong."""
     dtype = getattr(torch, dtype_name)
-    hardware = platform.processor() or platform.machine()
-    if device.type == "cuda":
-        hardware = torch.cuda.get_device_name(device)
-    print(f"\n{hardware}, {torch.get_num_threads()} threads, torch {torch.__version__}\n")
-    print("| kernel | layer | sequences x tokens | backend | dtype | time | rate | max error |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |", flush=True)
-    shapes = list(LAYERS.values())
+    print("| layer | sequences x tokens | query | backend | dtype | time | max error |")
+    print("| --- | --- | --- | --- | --- | --- | --- |", flush=True)
     for name in reversed(BACKENDS):  # the fastest backend last
         try:
+            shapes = list(LAYERS.values())
             backend, block_size = select_backend(name, device, dtype, shapes, None)
         except ValueError as error:
             print(error, file=sys.stderr)
             continue
-        batches = [BatchShape(1, prompt_len, prompt_len, block_size)]
-        batches += [BatchShape(*decode, 1, block_size) for decode in decodes]
-        for (layer, shape), batch in product(LAYERS.items(), batches):
+        for (layer, shape), sizes in product(LAYERS.items(), BATCHES[device.type]):
+            batch = BatchShape(*sizes, block_size)
             tolerance = TOLERANCES[dtype_name]
             attend, deviation = compare_with_torch(backend, shape, batch, device, dtype, tolerance)
-            num_seqs, num_tokens, query_len, _ = batch
-            visible = min(num_tokens, shape.window or num_tokens)
-            if query_len == 1:
-                kernel = "decode"
-                unit = "GB/s"
-                num_numbers = 2 * num_seqs * visible * shape.num_kv_heads * shape.head_dim
-                work = num_numbers * dtype.itemsize / 1e9
-            else:
-                kernel = "prefill"
-                unit = "TFLOP/s"
-                num_pairs = visible * (num_tokens - visible / 2)
-                work = 2 * 2 * num_pairs * shape.num_heads * shape.head_dim / 1e12
-            seconds = time_call(attend, device)
-            figures = f"{seconds * 1e3:.4g} ms | {work / seconds:.4g} {unit} | {deviation:.2g}"
-            sizes = f"{num_seqs} x {num_tokens}"
-            row = f"{kernel} | {layer} | {sizes} | {name} | {dtype_name} | {figures}"
-            print(f"| {row} |", flush=True)
+            figures = f"{time_call(attend, device) * 1e3:.4g} ms | {deviation:.2g}"
+            what = f"{layer} | {batch.num_seqs} x {batch.context_len} | {batch.query_len}"
+            print(f"| {what} | {name} | {dtype_name} | {figures} |", flush=True)
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description="Check and time the attention kernels of all available backends.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument(
-        "--dtype", default="bfloat16", choices=TOLERANCES, help="dtype of K/V and computation"
-    )
-    args = parser.parse_args(argv)
-    if torch.cuda.is_available():
-        measure([(256, 1024), (1, 1024), (1, 32768)], 8192, args.dtype, torch.device("cuda"))
-    else:
-        measure([(32, 256), (1, 1024), (1, 32768)], 2048, args.dtype, torch.device("cpu"))
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--dtype", default="bfloat16", choices=TOLERANCES)
+    measure(parser.parse_args().dtype, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 if __name__ == "__main__":

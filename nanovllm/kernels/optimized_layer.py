@@ -9,20 +9,20 @@ and no constructor runs again. This is safe under four rules:
 2. `convert` runs once, after the assignment, in place of a constructor. It makes every attribute
    that the subclass adds. If this subclass cannot replace this layer, it returns False before it
    has changed anything, and the object gets its class back.
-3. A subclass that computes parts of the layer without calling them names them in `parts`. It calls
-   them while they have hooks. changes.py finds hooks and overrides.
+3. A subclass that computes parts of the layer without calling them names them in `parts`. In a part
+   that a reader has changed, by a subclass, a replaced method or a hook, code would otherwise have
+   no effect. A changed part prevents the replacement, and parts are called while they have hooks.
 4. `uninstall` gives a layer its class back if a check fails. Checks run on a GPU only. A layer for
    GPUs therefore keeps all tensors of the layer it replaces. One for CPUs may release them.
 """
 
 from collections.abc import Iterable, Mapping
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
-
-from nanovllm.kernels.changes import has_overrides, has_parts, list_hooks
+from torch.nn.modules import module as torch_module
 
 
 class OptimizedLayer(nn.Module):
@@ -62,3 +62,33 @@ def install(kinds: Iterable[type[OptimizedLayer]], layer: nn.Module, dtype: torc
 def uninstall(layer: nn.Module) -> None:
     """Give an optimized layer back the class that was replaced."""
     layer.__class__ = cast(OptimizedLayer, layer).replaces
+
+
+def has_overrides(layer: object) -> bool:
+    """Return whether an attribute of this instance hides one of its class, such as `forward`."""
+    return any([hasattr(type(layer), name) for name in vars(layer)])
+
+
+def has_parts(layer: nn.Module, parts: Mapping[str, Any]) -> bool:
+    """Return whether calls of these parts of a layer run the code of these classes and no other.
+
+    `parts` maps the path of a part, "" for the layer itself, to its class or a tuple of classes.
+    Parents come before their parts.
+    """
+    for path, kinds in parts.items():
+        part = reduce(getattr, filter(None, path.split(".")), layer)
+        allowed = kinds if isinstance(kinds, tuple) else (kinds,)
+        if type(part) not in allowed or (part is not None and has_overrides(part)):
+            return False
+    return True
+
+
+def list_hooks(module: nn.Module) -> list[Mapping[int, Any]]:
+    """Return the dicts that receive the forward hooks of a module and of all its parts."""
+    hooks: list[Mapping[int, Any]] = [
+        torch_module._global_forward_pre_hooks,
+        torch_module._global_forward_hooks,
+    ]
+    for part in module.modules():
+        hooks += [part._forward_pre_hooks, part._forward_hooks]
+    return hooks

@@ -6,8 +6,7 @@ from nanovllm.kernels.optimized_layer import OptimizedLayer
 from nanovllm.layers.sampler import Sampler
 
 # The fields with which the kernels compute.
-_NOISE_FIELDS = {"temperatures", "keys"}
-_FILTER_FIELDS = {"rows", "temperatures", "top_ks", "top_ps", "min_ps", "max_top_k"}
+_KNOWN = {"temperatures", "keys", "rows", "top_ks", "top_ps", "min_ps", "max_top_k"}
 
 
 class OptimizedSampler(OptimizedLayer, Sampler):
@@ -22,9 +21,8 @@ class OptimizedSampler(OptimizedLayer, Sampler):
 
 def has_unknown_fields(group: Filters | Noise) -> bool:
     """Return whether kernels would ignore a field. One that is None has no effect."""
-    known = _NOISE_FIELDS if isinstance(group, Noise) else _FILTER_FIELDS
     values = vars(group).items()
-    unknown = [name for name, value in values if name not in known and value is not None]
+    unknown = [name for name, value in values if name not in _KNOWN and value is not None]
     if unknown:
         names = ", ".join(unknown)
         report_once(f"the sampling kernels ignore {names}: such steps use the plain sampler")

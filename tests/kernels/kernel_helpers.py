@@ -23,7 +23,7 @@ from nanovllm.layers.rotary import RopeSpec
 from nanovllm.layers.tensor_parallel import ALONE
 from nanovllm.models.decoder import MLP, Attention, DecoderSpec
 from nanovllm.models.moe import MoESpec
-from nanovllm.models.olmo import OlmoAttention, OlmoNorm, OlmoSpec
+from nanovllm.models.olmo import HeadsNorm, OlmoNorm
 from nanovllm.models.quantized_layers import QUANTIZABLE, quantize_layer
 from nanovllm.utils.helpers import cdiv
 
@@ -115,7 +115,7 @@ def make_layers(dtype, device):
             "mlp": mlp,
             "zero_centered": ZeroCenteredRMSNorm(300, 1e-3, dtype),
             "olmo": OlmoNorm(300, 1e-3, dtype),
-            "olmo_attention": OlmoAttention(OlmoSpec(**vars(spec)), 0, torch_backend, ALONE),
+            "heads_norm": HeadsNorm(spec, 15, ALONE),
         }
     )
     return randomize(layers).to(device)

@@ -8,18 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import (
-    DEVICE,
-    ON_GPU,
-    generate_ids,
-    greedy,
-    make_batch,
-    random_prompt,
-)
+from conftest import DEVICE, ON_GPU, make_batch
 from families import make_family
 from graph_helpers import make_graphs, repeat_steps
 from kernel_helpers import CPU, make_spec, needs_triton, randomize, triton_layers
-from torch import nn
 
 from nanovllm import LLM
 from nanovllm.checkpoints.quantization import INT8
@@ -33,7 +25,6 @@ from nanovllm.layers import attention as torch_backend
 from nanovllm.layers.gated_delta import GatedDeltaRule
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.norm import RMSNorm
-from nanovllm.layers.quantized import QuantizedWeight
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models.decoder import MLP, Attention, DecoderLayers
 from nanovllm.models.quantized_layers import QUANTIZABLE, quantize_layer
@@ -45,10 +36,6 @@ LAYERS = {RMSNorm, MLP, Attention, DecoderLayers, *LINEAR}
 
 def add_one(layer, *args):
     return layer.replaces.forward(layer, *args) + 1
-
-
-def make_nan(layer, *args):
-    return layer.replaces.forward(layer, *args) * torch.nan
 
 
 def fail(layer, *args):
@@ -79,7 +66,7 @@ def make_model(backend, is_quantized=lambda name: True):
     return model, lambda: model(batch, caches)
 
 
-@pytest.mark.parametrize("wrong", [add_one, make_nan, fail])
+@pytest.mark.parametrize("wrong", [add_one, fail])
 @pytest.mark.parametrize("layer", sorted(LAYERS, key=str))
 def test_a_wrong_layer_is_replaced(stand_ins, capfd, layer, wrong):
     model, run = make_model(torch_backend)
@@ -87,35 +74,25 @@ def test_a_wrong_layer_is_replaced(stand_ins, capfd, layer, wrong):
     stand_ins[layer].forward = wrong
     names = kernelize(model, CPU, torch.float32, run)
     assert set(names) == {other.__name__ for other in LAYERS - {layer}}
-    classes = {type(each) for each in model.modules()}
-    assert classes & LAYERS == {layer}
-    assert classes >= {stand_ins[other] for other in LAYERS - {layer}}
+    assert {type(each) for each in model.modules()} & LAYERS == {layer}
     torch.testing.assert_close(run(), expected)
     (message,) = capfd.readouterr().err.splitlines()
     assert f"{stand_ins[layer].__name__} is replaced by {layer.__name__}" in message
     assert "report" in message
 
 
-@pytest.mark.parametrize("wrong_kind", [nn.Parameter, QuantizedWeight])
-def test_layers_with_and_without_quantized_weights_are_tested(stand_ins, capfd, wrong_kind):
-    def forward(layer, x):
-        is_wrong = isinstance(layer.weight, wrong_kind)
-        return ColumnParallelLinear.forward(layer, x) + (1.0 if is_wrong else 0.0)
-
-    model, run = make_model(torch_backend, is_quantized=lambda name: "mlp" in name)
-    stand_ins[ColumnParallelLinear].forward = forward
-    kernelize(model, CPU, torch.float32, run)
-    assert "FastColumnParallelLinear is replaced" in capfd.readouterr().err
-
-
-def test_layers_with_each_shape_of_a_weight_are_tested(stand_ins, capfd):
-    shapes = []
+@pytest.mark.parametrize(
+    "quantized, find_kind", [("layers.0", type), ("no layer", lambda weight: weight.shape)]
+)
+def test_each_kind_and_each_shape_of_a_weight_is_tested(stand_ins, capfd, quantized, find_kind):
+    """Only layers with weights of another kind than the first one are wrong."""
+    kinds = []
 
     def forward(layer, x):
-        shapes.append(layer.weight.shape)
-        return ColumnParallelLinear.forward(layer, x) + (shapes[-1] != shapes[0])
+        kinds.append(find_kind(layer.weight))
+        return ColumnParallelLinear.forward(layer, x) + (kinds[-1] != kinds[0])
 
-    model, run = make_model(torch_backend, is_quantized=lambda name: False)
+    model, run = make_model(torch_backend, is_quantized=lambda name: quantized in name)
     stand_ins[ColumnParallelLinear].forward = forward
     kernelize(model, CPU, torch.float32, run)
     assert "FastColumnParallelLinear is replaced" in capfd.readouterr().err
@@ -214,33 +191,19 @@ def test_errors_are_relative_to_a_change_or_to_what_is_written_again():
         call = Call(write(ones, args[2]), (args[0],), ones, (args[1],))
         failure = find_failure(check_call, call)
         assert (failure is None) == is_right, (before, expected, written)
-
-
-@pytest.mark.parametrize("output, is_right", [(0.0, True), (1e-9, False)])
-def test_zeros_are_compared(output, is_right):
-    call = Call(write(torch.full((3,), output)), (), torch.zeros(3), ())
-    assert (find_failure(check_call, call) is None) == is_right
+    almost_zeros = Call(write(1e-9 * ones), (), 0 * ones, ())
+    assert find_failure(check_call, almost_zeros)
 
 
 @pytest.mark.parametrize("wrong", [add_one, fail])
-def test_an_engine_replaces_a_wrong_sampler(make_llm, stand_ins, capfd, wrong):
+def test_a_wrong_sampler_is_replaced(stand_ins, capfd, wrong):
     """With the inputs that an engine has for its self-tests on a GPU."""
-    llm = make_llm(device="cpu", enable_kernels=False)
-    runner = llm.model_runner
-    worker = runner.executor.worker
-    expected = generate_ids(llm, random_prompt(0, 9), greedy(5))
-    capfd.readouterr()
-    kernelize(worker.model, CPU, torch.float32, partial(run_test_steps, worker))
-    run = partial(sample_test_rows, runner.sampler, torch.float32)
-    kernelize(runner.sampler, CPU, torch.float32, run)
-    assert isinstance(runner.sampler, stand_ins[Sampler])
-    assert not capfd.readouterr().err
-    runner.sampler.__class__ = Sampler
+    sampler = Sampler(97)
+    run = partial(sample_test_rows, sampler, torch.float32)
     stand_ins[Sampler].forward = wrong
-    kernelize(runner.sampler, CPU, torch.float32, run)
-    assert type(runner.sampler) is Sampler
+    kernelize(sampler, CPU, torch.float32, run)
+    assert type(sampler) is Sampler
     assert "FastSampler is replaced by Sampler" in capfd.readouterr().err
-    assert generate_ids(llm, random_prompt(0, 9), greedy(5)) == expected
 
 
 @pytest.mark.parametrize("layer", [Attention, DecoderLayers])

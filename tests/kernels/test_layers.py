@@ -43,14 +43,12 @@ def test_optimized_layers_match_plain_ones(num_tokens, dtype, language, device):
     def compute(layers):
         attention = layers["attention"]
         outputs = [layers["mlp"](wide * 5)]
-        for norm in (layers["norm"], layers["zero_centered"], layers["olmo"]):
-            outputs += [norm(wide), norm(strided)]
+        for name in ("norm", "zero_centered", "olmo", "heads_norm"):
+            outputs += [layers[name](wide), layers[name](strided)]
         for part in (angles, angles[..., :7].contiguous()):
             cos_sin = (part.cos(), part.sin())
             for norm in (None, attention.q_norm):
                 outputs.append(attention.norm_and_rotate(heads, norm, cos_sin))
-            olmo = layers["olmo_attention"]
-            outputs.append(olmo.norm_and_rotate(heads, olmo.q_norm, cos_sin))
         return outputs
 
     with torch.device("meta"):  # the caller's default device has no effect

@@ -11,8 +11,7 @@
 // other tiles. Codes are converted in the loop that multiplies them and not in a loop before it,
 // because the processor has vector units that do not multiply and would otherwise be idle.
 #pragma once
-#include "quantized.h"
-#include "rows.h"
+#include "tiled_rows.h"
 
 // Loads the codes of a block as pairs of bfloat16, relative to their zeros.
 template <int BITS>
@@ -86,7 +85,8 @@ struct Centered<16> {  // loads what the first tile has kept
 
 // All tiles use the same numbers in the same order, so the result for a row does not depend on the
 // other rows.
-class QuantizedRows {
+class QuantizedRows : public TiledRows<QuantizedRows> {
+    friend TiledRows;
     Buffer<T> memory;
     T* numbers;  // [num_blocks, num_rows, BLOCK], where a block has whole groups
     int64_t num_rows;
@@ -113,49 +113,31 @@ public:
             }
     }
 
-    void multiply(const T* panel, const Epilogue& epilogue, T* output, int64_t output_stride) {
-        std::fill_n(sums, num_rows * WIDTH, 0);
-        auto sum_up = weight.bits == 4 ? &QuantizedRows::sum_up<4> : &QuantizedRows::sum_up<8>;
-        (this->*sum_up)((const uint8_t*)panel);
-        for (int64_t row = 0; row < num_rows; row++)
-            epilogue.store(&sums[row * WIDTH], output, row * output_stride);
-    }
-
-    void finish(int64_t) {}  // multiply() has no deferred epilogue
-
 private:
     template <int BITS>
     void sum_up(const uint8_t* panel) {
-        // Nothing is divided in the loops, because divisions take long.
-        int64_t num_tiles = round_up(num_rows, ROWS) / ROWS;
-        int64_t rows_per_tile = num_rows / num_tiles;
-        int64_t num_larger_tiles = num_rows % num_tiles;
+        Tiling tiling(num_rows);
         int64_t block_size = weight.block_size();
         int64_t group_size = weight.group_size;
-        int64_t bytes_per_line = block_size / num_tiles / (group_size / 2);
+        int64_t bytes_per_line = block_size / tiling.num_tiles / (group_size / 2);
         const T* x = numbers;
         for (int64_t start = 0; start < num_groups; start += groups_per_block) {
             int64_t num = std::min(groups_per_block, num_groups - start);
             const uint8_t* blocks = panel + start * block_size;
             const uint8_t* next = blocks + BYTES_AHEAD;
             float* sum = sums;
-            for (int64_t tile = 0; tile < num_tiles; tile++) {
-                int64_t size = tile < num_larger_tiles ? rows_per_tile + 1 : rows_per_tile;
-                auto multiply = tile > 0        ? find_tile<16, false, ROWS>(size)
-                                : num_tiles > 1 ? find_tile<BITS, true, ROWS>(size)
-                                                : find_tile<BITS, false, ROWS>(size);
+            for (int64_t tile = 0; tile < tiling.num_tiles; tile++) {
+                auto multiply = choose<BITS>(tiling, tile);
                 for (int64_t group = 0; group < num; group++) {
                     multiply(Block(blocks + group * block_size), group_size, x + group * group_size,
                              sum, kept + group * group_size * WIDTH, next, bytes_per_line);
                     next += bytes_per_line * (group_size / 2);
                 }
-                x += size * BLOCK;
-                sum += size * WIDTH;
+                x += tiling.size(tile) * BLOCK;
+                sum += tiling.size(tile) * WIDTH;
             }
         }
     }
-
-    using MultiplyTile = void(const Block&, int64_t, const T*, float*, T*, const uint8_t*, int64_t);
 
     // Multiply M rows by a block, and add the products to `sums`. Read the codes from `kept` if
     // they have 16 bits, and otherwise write them there if the tile KEEPS them. Meanwhile prefetch
@@ -206,13 +188,5 @@ private:
         }
         // Stores take two cycles each. gcc must not collect them behind the products of all rows.
         asm volatile("" ::: "memory");
-    }
-
-    // Return multiply_tile for 1 to M rows.
-    template <int BITS, bool KEEPS, int M>
-    static MultiplyTile* find_tile(int64_t num) {
-        if constexpr (M > 1)
-            if (num < M) return find_tile<BITS, KEEPS, M - 1>(num);
-        return multiply_tile<BITS, KEEPS, M>;
     }
 };

@@ -7,18 +7,17 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.changes import has_parts, list_hooks
 from nanovllm.kernels.cpu.declarations import Norm, Struct
 from nanovllm.kernels.cpu.library import load
 from nanovllm.kernels.cpu.panels import can_prepack
 from nanovllm.kernels.cpu.prepacked import Gate, PrepackedWeight
-from nanovllm.kernels.optimized_layer import OptimizedLayer
+from nanovllm.kernels.optimized_layer import OptimizedLayer, has_parts, list_hooks
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.norm import RMSNorm, ZeroCenteredRMSNorm
 from nanovllm.layers.tensor_parallel import TensorParallel
 from nanovllm.models.decoder import MLP, Attention, CosSin
 from nanovllm.models.gemma3 import GeluMLP
-from nanovllm.models.olmo import HeadsNorm, OlmoAttention, OlmoNorm
+from nanovllm.models.olmo import HeadsNorm, OlmoNorm
 
 
 def run_on_one_rank(*linears: RowParallelLinear) -> bool:
@@ -77,12 +76,12 @@ NORMS = (FastRMSNorm, FastZeroCenteredRMSNorm, FastOlmoNorm, FastHeadsNorm, None
 def describe_norm(norm: Any) -> Struct:
     """Describe an optimized norm for C++. Without one, the weight is null."""
     if norm is None:
-        return Norm(weight=None, size=0, eps=0.0, kind=0)
+        return Norm()
     return Norm(weight=norm.weight, size=len(norm.weight), eps=norm.eps, kind=norm.KIND)
 
 
 class FastAttention(OptimizedLayer, Attention):
-    replaces: ClassVar[type[Attention]] = Attention
+    replaces = Attention
     parts: ClassVar = {"q_norm": NORMS, "k_norm": NORMS}
 
     def norm_and_rotate(self, heads: Tensor, norm: RMSNorm | None, cos_sin: CosSin) -> Tensor:
@@ -111,18 +110,6 @@ class FastAttention(OptimizedLayer, Attention):
             half,
         )
         return output
-
-
-class FastOlmoAttention(FastAttention, OlmoAttention):
-    """Calls its norms, because with several ranks these need the means of all ranks."""
-
-    replaces = OlmoAttention
-    parts: ClassVar = {}
-
-    def norm_and_rotate(self, heads: Tensor, norm: RMSNorm | None, cos_sin: CosSin) -> Tensor:
-        assert norm is not None
-        normed = norm(heads.flatten(1)).view_as(heads)
-        return super().norm_and_rotate(normed, None, cos_sin)
 
 
 class FastMLP(OptimizedLayer, MLP):

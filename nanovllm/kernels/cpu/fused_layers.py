@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from nanovllm.batch import Batch
-from nanovllm.kernels.changes import has_parts
 from nanovllm.kernels.cpu import attention
 from nanovllm.kernels.cpu.declarations import Blocks, Layer, Rope, Struct
 from nanovllm.kernels.cpu.elementwise import (
@@ -21,7 +20,6 @@ from nanovllm.kernels.cpu.elementwise import (
     FastAttention,
     FastGeluMLP,
     FastMLP,
-    FastOlmoAttention,
     describe_norm,
     run_on_one_rank,
 )
@@ -31,10 +29,10 @@ from nanovllm.kernels.cpu.prepacked import (
     PrepackedRowParallelLinear,
     PrepackedWeight,
 )
-from nanovllm.kernels.optimized_layer import OptimizedLayer
+from nanovllm.kernels.optimized_layer import OptimizedLayer, has_parts
 from nanovllm.models.decoder import CosSins, DecoderLayer, DecoderLayers
 from nanovllm.models.gemma3 import Gemma3Layer
-from nanovllm.models.olmo import OlmoLayer
+from nanovllm.models.olmo import OlmoAttention, OlmoLayer
 
 # A step of more tokens is computed layer by layer, because CPython handles Ctrl-C between calls.
 MAX_TOKENS_PER_CALL = 512
@@ -62,8 +60,8 @@ class FusedLayers(OptimizedLayer, DecoderLayers):
 
     replaces = DecoderLayers
     parts: ClassVar = {  # paths within each layer
-        "": (DecoderLayer, Gemma3Layer, OlmoLayer),
-        "self_attn": (FastAttention, FastOlmoAttention),
+        "": tuple(_NORMS),
+        "self_attn": (FastAttention, OlmoAttention),
         "self_attn.q_norm": NORMS,
         "self_attn.k_norm": NORMS,
         "self_attn.qkv_proj": PrepackedColumnParallelLinear,
@@ -76,10 +74,10 @@ class FusedLayers(OptimizedLayer, DecoderLayers):
     def convert(self) -> bool:
         """The C++ code attends like the cpp backend, and supports one rank."""
         for layer in cast(Iterable[Any], self):
-            if not has_parts(layer, self.parts) or layer.self_attn.backend is not attention:
+            norms = dict.fromkeys(_NORMS.get(type(layer), {}).values(), NORMS)
+            if not has_parts(layer, {**self.parts, **norms}):
                 return False
-            norms = _NORMS[type(layer)].values()
-            if not has_parts(layer, dict.fromkeys(norms, NORMS)):
+            if layer.self_attn.backend is not attention:
                 return False
             down_proj = layer.mlp.down_proj
             if down_proj.bias is not None or not run_on_one_rank(layer.self_attn.o_proj, down_proj):
@@ -172,11 +170,9 @@ def _make_struct(layer: Any) -> Struct:
     """Describe a layer, whose parts are optimized."""
     attn = layer.self_attn
     gate_up = layer.mlp.gate_up
-    norms = dict.fromkeys(_NORMS[Gemma3Layer], describe_norm(None))  # Gemma 3 has all four
-    for field, name in _NORMS[type(layer)].items():
-        norms[field] = describe_norm(getattr(layer, name))
+    norms = _NORMS[type(layer)].items()
     return Layer(
-        **norms,
+        **{field: describe_norm(getattr(layer, name)) for field, name in norms},
         q_norm=describe_norm(attn.q_norm),
         k_norm=describe_norm(attn.k_norm),
         qkv_bias=attn.qkv_proj.bias,

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from nanovllm.batch import Batch
-from nanovllm.kernels.changes import has_parts
 from nanovllm.kernels.cpu import declarations
 from nanovllm.kernels.cpu.elementwise import (
     FastMLP,
@@ -22,7 +21,7 @@ from nanovllm.kernels.cpu.prepacked import (
     PrepackedRowParallelLinear,
     PrepackedWeight,
 )
-from nanovllm.kernels.optimized_layer import OptimizedLayer
+from nanovllm.kernels.optimized_layer import OptimizedLayer, has_parts
 from nanovllm.layers.gated_delta import DeltaInputs, GatedDeltaRule
 from nanovllm.models.decoder import CosSins
 from nanovllm.models.qwen3_5 import DeltaLayer, GatedDeltaNet
@@ -71,9 +70,6 @@ class FastGatedDeltaRule(OptimizedLayer, GatedDeltaRule):
         return output
 
 
-NO_WEIGHT = declarations.Weight(panels=None, bits=0, group_size=0)
-
-
 class FastDeltaLayer(OptimizedLayer, DeltaLayer):
     """Calls no part. The parts are optimized as well, and have what the C++ code reads.
 
@@ -105,29 +101,33 @@ class FastDeltaLayer(OptimizedLayer, DeltaLayer):
         has_bias = any([each.bias is not None for each in linears])
         return not has_bias and run_on_one_rank(net.out_proj)
 
-    def find_mlp(self) -> Any:
-        """Return the MLP if the C++ code supports it, or None."""
+    def describe_mlp(self) -> dict[str, object]:
+        """Return the fields of the MLP, or none if the C++ code does not support it."""
         mlp = cast(Any, self.mlp)
         is_supported = has_parts(self, self.mlp_parts) and mlp.down_proj.bias is None
-        return mlp if is_supported and run_on_one_rank(mlp.down_proj) else None
+        if not is_supported or not run_on_one_rank(mlp.down_proj):
+            return {}
+        return dict(
+            post_attention_norm=describe_norm(self.post_attention_layernorm),
+            gate_up=mlp.gate_up.struct,
+            down=mlp.down_proj.prepacked.struct,
+            intermediate_size=mlp.gate_up.out_features,
+        )
 
     @cached_property
     def struct(self) -> declarations.Struct | None:
         """Made by the first step. None if a part was replaced after `convert`."""
         if not self.convert():
             return None
-        net, mlp = cast(Any, self.linear_attn), self.find_mlp()
+        net = cast(Any, self.linear_attn)
         return declarations.DeltaLayer(
             input_norm=describe_norm(self.input_layernorm),
-            post_attention_norm=describe_norm(mlp and self.post_attention_layernorm),
             rule=net.delta_rule.struct,
             qkvz=net.in_proj_qkvz.prepacked.struct,
             ba=net.in_proj_ba.prepacked.struct,
             out=net.out_proj.prepacked.struct,
-            gate_up=mlp.gate_up.struct if mlp else NO_WEIGHT,
-            down=mlp.down_proj.prepacked.struct if mlp else NO_WEIGHT,
             hidden_size=net.out_proj.prepacked.out_features,
-            intermediate_size=mlp.gate_up.out_features if mlp else 0,
+            **self.describe_mlp(),
         )
 
     def forward(self, x: Tensor, cos_sins: CosSins, states: Tensor, batch: Batch) -> Tensor:

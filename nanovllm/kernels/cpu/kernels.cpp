@@ -9,7 +9,8 @@
 // and arrays whose length is known at run time. Reading order:
 //
 //     common.h  team.h  layers.h  kv_cache.h  decode.h
-//     panels.h  rows.h (amx.h or plain.h)  quantized.h  centered.h, planes.h or dequantized.h
+//     panels.h  rows.h (amx.h or plain.h)  quantized.h
+//     tiled_rows.h with centered.h or planes.h, or dequantized.h
 //     gemm.h  experts.h  prefill.h  fused_layers.h  gated_delta.h  delta_layer.h  sampler.h
 //     loading.h
 #include "delta_layer.h"

@@ -67,7 +67,6 @@ OPTIMIZED_LAYERS: list[type[OptimizedLayer]] = [
     elementwise.FastOlmoNorm,
     elementwise.FastHeadsNorm,
     elementwise.FastAttention,
-    elementwise.FastOlmoAttention,
     elementwise.FastMLP,
     elementwise.FastGeluMLP,
     FastSampler,

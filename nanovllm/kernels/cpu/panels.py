@@ -23,7 +23,6 @@ inputs for all outputs, in the order of 16 bits. 4-bit codes are interleaved, se
                          group 0                      group 1
 """
 
-import torch
 from torch import Tensor
 
 from nanovllm.kernels.cpu.library import load
@@ -40,14 +39,15 @@ def can_prepack(weight: Tensor | QuantizedWeight) -> bool:
         group_size = weight.scheme.group_size
         if group_size % _WIDTH != 0 or group_size > _LARGEST_GROUP:
             return False
-    return weight.shape[-1] % _inputs_per_pair(weight.dtype) == 0
+    has_pairs = weight.dtype.itemsize == 2
+    return not has_pairs or weight.shape[-1] % 2 == 0
 
 
 def prepack(weight: Tensor | QuantizedWeight, num_parts: int) -> Tensor:
     """Return the panels of a weight. It has two parts if it is gated, and otherwise one.
 
-    Panels of floats are [num_panels, depth / pair, 32, pair]. Panels of codes are bytes
-    [num_panels, num_groups, block].
+    Panels of floats are [num_panels, depth * 32], where depth is a whole number of cache lines.
+    Panels of codes are bytes [num_panels, num_groups, block].
     """
     num_rows, in_features = weight.shape
     num_panels = cdiv(num_rows // num_parts, _WIDTH // num_parts)
@@ -62,14 +62,8 @@ def prepack(weight: Tensor | QuantizedWeight, num_parts: int) -> Tensor:
         panels = weight.codes.new_empty(num_panels, num_groups, _WIDTH * bytes_per_row)
         kernels.prepack_codes(*parts, panels, *sizes, scheme.bits, scheme.group_size)
         return panels
-    pair = _inputs_per_pair(weight.dtype)
-    num_pairs = cdiv(in_features * weight.itemsize, _CACHE_LINE) * _CACHE_LINE
-    num_pairs //= pair * weight.itemsize
-    panels = weight.new_empty(num_panels, num_pairs, _WIDTH, pair)
+    line = _CACHE_LINE // weight.itemsize
+    depth = cdiv(in_features, line) * line
+    panels = weight.new_empty(num_panels, depth * _WIDTH)
     kernels.prepack(weight.detach().contiguous(), panels, *sizes)
     return panels
-
-
-def _inputs_per_pair(dtype: torch.dtype) -> int:
-    """PAIR of panels.h: how many inputs of one output are adjacent in a panel."""
-    return 2 if dtype.itemsize == 2 else 1

@@ -17,10 +17,10 @@
 // the result for a row does not depend on the other rows. The first tile of rows keeps the codes of
 // a block, widened to 16 bits, for the other tiles.
 #pragma once
-#include "quantized.h"
-#include "rows.h"
+#include "tiled_rows.h"
 
-class QuantizedRows {
+class QuantizedRows : public TiledRows<QuantizedRows> {
+    friend TiledRows;
     static constexpr int64_t NUM_PLANES = 3;
     // If more than 1 / DENSE of the pairs are not zero, all are multiplied.
     static constexpr int64_t DENSE = 4;
@@ -66,16 +66,6 @@ public:
                          group * num_rows + row);
             }
     }
-
-    void multiply(const T* panel, const Epilogue& epilogue, T* output, int64_t output_stride) {
-        std::fill_n(sums, num_rows * WIDTH, 0);
-        auto sum_up = weight.bits == 4 ? &QuantizedRows::sum_up<4> : &QuantizedRows::sum_up<8>;
-        (this->*sum_up)((const uint8_t*)panel);
-        for (int64_t row = 0; row < num_rows; row++)
-            epilogue.store(&sums[row * WIDTH], output, row * output_stride);
-    }
-
-    void finish(int64_t) {}  // multiply() has no deferred epilogue
 
 private:
     // Quantize `size` numbers, the i-th group of a row in the order of x_scales.
@@ -142,22 +132,17 @@ private:
 
     template <int BITS>
     void sum_up(const uint8_t* panel) {
-        // Nothing is divided in the loops, because divisions take long.
-        int64_t num_tiles = round_up(num_rows, ROWS) / ROWS;
-        int64_t rows_per_tile = num_rows / num_tiles;
-        int64_t num_larger_tiles = num_rows % num_tiles;
+        Tiling tiling(num_rows);
         int64_t block_size = weight.block_size();
         int64_t num_pairs = weight.group_size / 2;
-        int64_t bytes_per_line = block_size / num_tiles / num_pairs;
+        int64_t bytes_per_line = block_size / tiling.num_tiles / num_pairs;
         for (int64_t group = 0; group < num_groups; group++) {
             Block block(panel + group * block_size);
             const uint8_t* next = panel + group * block_size + BYTES_AHEAD;
             int64_t row = 0;
-            for (int64_t tile = 0; tile < num_tiles; tile++) {
-                int64_t size = tile < num_larger_tiles ? rows_per_tile + 1 : rows_per_tile;
-                auto multiply = tile > 0        ? find_tile<16, false, ROWS>(size)
-                                : num_tiles > 1 ? find_tile<BITS, true, ROWS>(size)
-                                                : find_tile<BITS, false, ROWS>(size);
+            for (int64_t tile = 0; tile < tiling.num_tiles; tile++) {
+                int64_t size = tiling.size(tile);
+                auto multiply = choose<BITS>(tiling, tile);
                 (this->*multiply)(block, planes[0], group, row, 1, next, bytes_per_line);
                 float unit = 1;
                 for (int64_t plane = 1; plane < NUM_PLANES; plane++) {
@@ -201,9 +186,6 @@ private:
         Vector total = load(sum) + __builtin_convertvector(products, Vector) * scale;
         memcpy(sum, &total, sizeof total);
     }
-
-    using MultiplyTile = void (QuantizedRows::*)(const Block&, const Plane&, int64_t, int64_t,
-                                                 float, const uint8_t*, int64_t);
 
     // Multiply M rows of a plane by a block. Read the codes from `kept` if they have 16 bits, and
     // otherwise write them there if the tile KEEPS them. Meanwhile prefetch from `next`, a few
@@ -263,13 +245,5 @@ private:
         }
         for (int64_t vector = 0; vector < VECTORS_PER_LINE; vector++)
             add(block, plane, group, row, unit, vector * LANES, tile[vector]);
-    }
-
-    // Return multiply_tile for 1 to M rows.
-    template <int BITS, bool KEEPS, int M>
-    static MultiplyTile find_tile(int64_t num) {
-        if constexpr (M > 1)
-            if (num < M) return find_tile<BITS, KEEPS, M - 1>(num);
-        return &QuantizedRows::multiply_tile<BITS, KEEPS, M>;
     }
 };

@@ -39,13 +39,8 @@ class PrepackedWeight(nn.Module):
             self.out_features //= 2
         self.dtype = weight.dtype
         self.panels = prepack(weight, num_parts=1 if gate == Gate.NONE else 2)
-        bits = 0
-        group_size = 0
-        if isinstance(weight, QuantizedWeight):
-            bits = weight.scheme.bits
-            group_size = weight.scheme.group_size
-        # What C++ functions take.
-        self.struct = Weight(panels=self.panels, bits=bits, group_size=group_size)
+        scheme = vars(weight.scheme) if isinstance(weight, QuantizedWeight) else {}
+        self.struct = Weight(panels=self.panels, **scheme)  # what C++ functions take
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiply x [..., in_features]. Return [..., out_features].
