@@ -14,13 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from nanovllm.batch import Batch
 from nanovllm.layers.attention import Backend
 from nanovllm.layers.linear import Target
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import apply_rotary
 from nanovllm.layers.tensor_parallel import TensorParallel
-from nanovllm.models.decoder import Attention, CosSin, CosSins, DecoderSpec
+from nanovllm.models.decoder import Attention, CosSin, DecoderSpec
+from nanovllm.models.gemma3 import Gemma3Layer
 
 
 class OlmoNorm(RMSNorm):
@@ -61,17 +61,13 @@ class OlmoAttention(Attention):
         return apply_rotary(norm(heads.flatten(1)).view_as(heads), *cos_sin)
 
 
-class OlmoLayer(nn.Module):
-    def __init__(self, spec: DecoderSpec, layer: int, backend: Backend, tp: TensorParallel) -> None:
-        super().__init__()
-        self.self_attn = spec.attention_class(spec, layer, backend, tp)
-        self.post_attention_layernorm = spec.make_norm(spec.hidden_size)
-        self.mlp = spec.make_mlp(layer, tp)
-        self.post_feedforward_layernorm = spec.make_norm(spec.hidden_size)
+class OlmoLayer(Gemma3Layer):
+    """Unlike in Gemma 3, there is no norm before a branch."""
 
-    def forward(self, x: Tensor, cos_sins: CosSins, kv_cache: Tensor, batch: Batch) -> Tensor:
-        x = x + self.post_attention_layernorm(self.self_attn(x, cos_sins, kv_cache, batch))
-        return x + self.post_feedforward_layernorm(self.mlp(x))
+    def __init__(self, spec: DecoderSpec, layer: int, backend: Backend, tp: TensorParallel) -> None:
+        super().__init__(spec, layer, backend, tp)
+        self.input_layernorm = nn.Identity()
+        self.pre_feedforward_layernorm = nn.Identity()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from types import NoneType
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanovllm.kernels.cpu.declarations import Norm, Struct
 from nanovllm.kernels.cpu.library import load
@@ -75,7 +75,7 @@ NORMS = (FastRMSNorm, FastZeroCenteredRMSNorm, FastOlmoNorm, FastHeadsNorm, None
 
 def describe_norm(norm: Any) -> Struct:
     """Describe an optimized norm for C++. Without one, the weight is null."""
-    if norm is None:
+    if norm is None or isinstance(norm, nn.Identity):
         return Norm()
     return Norm(weight=norm.weight, size=len(norm.weight), eps=norm.eps, kind=norm.KIND)
 

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any, ClassVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanovllm.batch import Batch
 from nanovllm.kernels.cpu import attention
@@ -37,21 +37,19 @@ from nanovllm.models.olmo import OlmoAttention, OlmoLayer
 # A step of more tokens is computed layer by layer, because CPython handles Ctrl-C between calls.
 MAX_TOKENS_PER_CALL = 512
 
+_FOUR_NORMS = {
+    "before_attention": "input_layernorm",
+    "after_attention": "post_attention_layernorm",
+    "before_mlp": "pre_feedforward_layernorm",
+    "after_mlp": "post_feedforward_layernorm",
+}
 _NORMS = {  # of each class: fields of the struct, and attributes of the layer
     DecoderLayer: {
         "before_attention": "input_layernorm",
         "before_mlp": "post_attention_layernorm",
     },
-    Gemma3Layer: {
-        "before_attention": "input_layernorm",
-        "after_attention": "post_attention_layernorm",
-        "before_mlp": "pre_feedforward_layernorm",
-        "after_mlp": "post_feedforward_layernorm",
-    },
-    OlmoLayer: {
-        "after_attention": "post_attention_layernorm",
-        "after_mlp": "post_feedforward_layernorm",
-    },
+    Gemma3Layer: _FOUR_NORMS,
+    OlmoLayer: _FOUR_NORMS,
 }
 
 
@@ -74,7 +72,7 @@ class FusedLayers(OptimizedLayer, DecoderLayers):
     def convert(self) -> bool:
         """The C++ code attends like the cpp backend, and supports one rank."""
         for layer in cast(Iterable[Any], self):
-            norms = dict.fromkeys(_NORMS.get(type(layer), {}).values(), NORMS)
+            norms = dict.fromkeys(_NORMS.get(type(layer), {}).values(), (*NORMS, nn.Identity))
             if not has_parts(layer, {**self.parts, **norms}):
                 return False
             if layer.self_attn.backend is not attention:
