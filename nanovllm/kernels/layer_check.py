@@ -27,9 +27,9 @@ class Call(NamedTuple):
     expected_args: tuple[Any, ...]  # after the call, which can write to them
 
 
-def passes_check(name: str, plain: str, call: Call) -> bool:
-    """Return whether a call does what is expected. If not, print that `plain` replaces `name`."""
-    reason = find_failure(check_call, call)
+def succeeds(name: str, plain: str, run: Callable[..., object], *arguments: object) -> bool:
+    """Return whether run(*arguments) raises nothing. If not, print that `plain` replaces `name`."""
+    reason = find_failure(run, *arguments)
     if reason is not None:
         report(f"{name} is replaced by {plain}, which is slower; please report this: {reason}")
     return reason is None

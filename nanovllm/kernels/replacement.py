@@ -13,7 +13,7 @@ from importlib import import_module
 import torch
 from torch import nn
 
-from nanovllm.kernels.layer_check import Call, passes_check, record_calls
+from nanovllm.kernels.layer_check import Call, check_call, record_calls, succeeds
 from nanovllm.kernels.optimized_layer import OptimizedLayer, install, uninstall
 from nanovllm.layers.quantized import QuantizedWeight
 from nanovllm.utils.helpers import report
@@ -65,7 +65,7 @@ def remove_failing_layers(model: nn.Module, calls: list[Call]) -> None:
     for call, kind in zip(calls, kinds, strict=True):
         if not issubclass(kind, OptimizedLayer):
             continue
-        if not passes_check(kind.__name__, kind.replaces.__name__, call):
+        if not succeeds(kind.__name__, kind.replaces.__name__, check_call, call):
             for layer in model.modules():
                 if type(layer) is kind:
                     uninstall(layer)

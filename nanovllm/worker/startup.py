@@ -160,5 +160,6 @@ def capture_graphs(worker: Worker, num_lanes: int, only_largest: bool = False) -
             worker.backend,
             [make_dummy_batch(worker, kind) for kind in kinds],
             worker.device,
+            worker.tp.minimum,
             only_largest,
         )

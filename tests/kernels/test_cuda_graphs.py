@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from time import sleep
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -109,11 +110,35 @@ def test_graphs_of_prompts_can_fail_alone(monkeypatch, failing):
     decoder = Recorder()
     prompt = make_batch([2], [2], torch.zeros(1, 9, dtype=torch.int32))
     captured = capture_on_the_cpu(monkeypatch, decoder, Backend, [make_decodes(1), prompt])
-    if failing == 1:
-        assert captured is None
+    expected = None if failing == 1 else (1, 1, 0)
+    assert captured.find_kind(make_decodes(1)) == expected
+    assert captured.find_kind(prompt) is None
+
+
+@pytest.mark.parametrize("is_other_rank", [False, True])
+def test_ranks_replay_the_same_steps(monkeypatch, is_other_rank):
+    """If a rank cannot capture graphs, all ranks run eagerly."""
+    options = {}
+    if is_other_rank:
+        options["minimum"] = lambda numbers: [0] * len(numbers)
     else:
-        assert captured.find_kind(make_decodes(1)) == (1, 1, 0)
-        assert captured.find_kind(prompt) is None
+        monkeypatch.setattr(graphs, "succeeds", lambda *_: False)
+    captured = capture_on_the_cpu(monkeypatch, Recorder(), Backend, [make_decodes(1)], **options)
+    assert captured.find_kind(make_decodes(1)) is None
+
+
+def test_a_capture_can_fail(monkeypatch, capsys):
+    """Its step is computed nevertheless, and others replay the graphs that there are."""
+    repeat_steps(monkeypatch)
+    captured = make_decoder_graphs(Recorder(), make_decodes(4))
+    one = make_decodes(1)
+    three = replace(make_decodes(3), positions=torch.arange(3, dtype=torch.int32))
+    captured.run(one, captured.find_kind(one))
+    monkeypatch.setattr(graphs, "capture", Mock(side_effect=RuntimeError("out of memory")))
+    assert captured.run(three, captured.find_kind(three)).tolist() == [0, 1, 2]
+    assert "a CUDA graph is replaced by eager steps" in capsys.readouterr().err
+    assert captured.find_kind(three) is None
+    assert captured.find_kind(one) is not None
 
 
 def make_random_batch(rng, max_num_seqs, has_windows):
@@ -233,6 +258,7 @@ def test_engines_in_several_threads_capture_in_turn(monkeypatch):
     monkeypatch.setattr(torch.cuda, "graph", graph)
     monkeypatch.setattr(graphs, "CUDAGraph", object)
     monkeypatch.setattr(graphs, "_find_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     with ThreadPoolExecutor() as pool:
         assert len(list(pool.map(graphs.capture, [step] * 3, [None] * 3, [None] * 3))) == 3
 
