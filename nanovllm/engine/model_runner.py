@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.batch import Batch, make_batch
 from nanovllm.config import Config
 from nanovllm.engine.feature import Feature
 from nanovllm.engine.outputs import Logprobs
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
 from nanovllm.engine.warm_up import sample_each_kind, sample_test_rows
+from nanovllm.layers.batch import Batch, make_batch
 from nanovllm.layers.logprobs import find_logprobs, read_logprobs
 from nanovllm.layers.packing import to_device
 from nanovllm.layers.penalties import apply_penalties
@@ -96,7 +96,7 @@ class ModelRunner:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def prepare_batch(self, step: Step) -> Batch[np.ndarray]:
-        """Flatten the tokens of a step, on the host. batch.py draws the result."""
+        """Flatten the tokens of a step, on the host. layers/batch.py draws it."""
         block_size = self.block_size
         input_ids: list[int] = []
         context_lens: list[int] = []

@@ -20,13 +20,13 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from nanovllm.batch import Batch
 from nanovllm.engine.block_manager import Block
 from nanovllm.engine.feature import Feature
 from nanovllm.engine.outputs import PromptLogprobs
 from nanovllm.engine.request import Request
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
+from nanovllm.layers.batch import Batch
 from nanovllm.layers.logprobs import find_logprobs, read_logprobs
 from nanovllm.layers.packing import to_device
 

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm.batch import make_batch
 from nanovllm.layers import attention as reference
 from nanovllm.layers.attention import AttentionShape, Backend
+from nanovllm.layers.batch import make_batch
 from nanovllm.layers.packing import copy_to, to_device
 from nanovllm.utils.helpers import cdiv
 

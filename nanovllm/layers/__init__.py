@@ -1,5 +1,6 @@
 """The layers in plain PyTorch, written to be read. They specify what kernels/ computes.
 
+batch.py            the message from the engine to the model: one step as plain arrays
 attention.py        paged attention
 backends.py         the table of attention backends
 linear.py           linear layers, sharded over ranks

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.batch import Batch
+from nanovllm.layers.batch import Batch
 from nanovllm.utils.helpers import cdiv
 
 Backend = ModuleType

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.batch import Batch, make_batch
+from nanovllm.layers.batch import Batch, make_batch
 from nanovllm.layers.packing import copy_to
 from nanovllm.utils.helpers import cdiv
 from nanovllm.worker.state_slots import ZEROS

@@ -33,10 +33,10 @@ from kernel_helpers import (
     needs_compiler,
 )
 
-from nanovllm import batch as batches
 from nanovllm.kernels.attention_check import check_backend
 from nanovllm.kernels.cpu import attention as cpp_backend
 from nanovllm.layers import attention as torch_backend
+from nanovllm.layers import batch as batches
 from nanovllm.layers.attention import find_first_visible, make_cache
 from nanovllm.layers.backends import BACKENDS
 

@@ -32,7 +32,6 @@ FLOORS = [  # top down; a module imports from its own floor and from lower ones
     {"checkpoints"},
     {"layers", "config", "sampling_params", "text"},
     {"utils"},
-    {"batch"},
 ]
 WITHOUT_TORCH = {
     "nanovllm.layers.backends",

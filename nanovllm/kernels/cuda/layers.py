@@ -12,7 +12,6 @@ import torch
 import triton
 from torch import Tensor
 
-from nanovllm.batch import Batch
 from nanovllm.kernels.cuda import gated_delta, linear, mlp, triton_sampler
 from nanovllm.kernels.cuda.launch import prepare
 from nanovllm.kernels.cuda.layer_kernels import (
@@ -22,6 +21,7 @@ from nanovllm.kernels.cuda.layer_kernels import (
 from nanovllm.kernels.cuda.triton_attention import store_kvcache
 from nanovllm.kernels.fallback import find_failure
 from nanovllm.kernels.optimized_layer import OptimizedLayer, has_parts
+from nanovllm.layers.batch import Batch
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.models.decoder import Attention, CosSin, CosSins, DecoderLayer, DecoderLayers
 
