@@ -21,9 +21,9 @@ the list, in order, and know none of them by name:
 If steps overlap, `advanced` of a step comes before its `sampled` and `recorded`, and between these
 the next step is planned. A feature that cannot work in this way sets `can_overlap` to False.
 
-What must be left alone while the next step is planned is kept in `step.kept[self]`. What belongs to
-a request is kept in a dict by sequence, which `finished` and `reset` clean. What may end a request
-is a Constraint.
+A feature keeps state of a step in `step.kept[self]` if the next step can be planned before that
+state is used. State of a request is kept in a dict by sequence, which `finished` and `reset` clean.
+What may end a request is a Constraint.
 """
 
 import weakref

@@ -9,9 +9,9 @@ and no constructor runs again. This is safe under four rules:
 2. `convert` runs once, after the assignment, in place of a constructor. It makes every attribute
    that the subclass adds. If this subclass cannot replace this layer, it returns False before it
    has changed anything, and the object gets its class back.
-3. A subclass that computes parts of the layer without calling them names them in `parts`. In a part
-   that a reader has changed, by a subclass, a replaced method or a hook, code would otherwise have
-   no effect. A changed part prevents the replacement, and parts are called while they have hooks.
+3. A subclass that computes parts of the layer without calling them names them in `parts`. A
+   subclass of a part, a method that was replaced on it, or a hook would otherwise have no effect.
+   The first two prevent the replacement, and parts are called while they have hooks.
 4. `uninstall` gives a layer its class back if a check fails. Checks run on a GPU only. A layer for
    GPUs therefore keeps all tensors of the layer it replaces. One for CPUs may release them.
 """

@@ -79,7 +79,7 @@ def read_rope(
 ) -> RopeSpec:
     """Return the frequencies, which transformers computes. They can differ by `layer_type`.
 
-    Those of longrope depend on `max_len`. It is supported only if all layers have one RoPE.
+    Those of longrope depend on `max_len`. They are supported only if all layers have one RoPE.
     """
     rope = _read_parameters(config, layer_type)
     share = check_fraction("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0))
