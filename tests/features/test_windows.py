@@ -316,11 +316,6 @@ def test_the_smallest_engines_serve_what_they_accept(tmp_path, window, options):
     "name, options",
     [
         ("gemma3", dict(max_num_batched_tokens=9, num_speculative_tokens=3)),
-        pytest.param(
-            "gemma3",
-            dict(enable_kernels=False, tensor_parallel_size=2, max_num_batched_tokens=33),
-            marks=pytest.mark.sweep,
-        ),
         ("gemma3", dict(num_kvcache_blocks=50, max_num_batched_tokens=50)),
         ("mistral-window", dict(max_num_seqs=2, policy="prefill_first")),
         ("ministral-windows", dict(enable_prefix_caching=False, kvcache_block_size=3)),
