@@ -118,9 +118,8 @@ def start(args: argparse.Namespace) -> tuple[socket.socket, EngineThread]:
             " --allowed-origins and --trace"
         )
     address = f"--host {args.host} --port {args.port} is not available, choose another address"
-    with naming(
-        address, OSError, OverflowError, UnicodeError
-    ):  # before the model, which takes a while
+    # Before the model is loaded, which takes a while.
+    with naming(address, OSError, OverflowError, UnicodeError):
         reserved = bind(args.host, args.port)
     names = [field.name for field in fields(Config)[1:]]
     options = {name: value for name, value in vars(args).items() if name in names}

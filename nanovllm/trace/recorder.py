@@ -214,11 +214,12 @@ class Recorder(Feature):
         # evicted in this step.
         end = work.end + num_accepted
         blocks = self._describe_blocks(seq, work.block_table, work.start, end)
+        known = set(work.plan["full_blocks"])
         return {
             **work.plan,
             "new_token_ids": seq.token_ids[work.length :],
             "num_accepted_tokens": num_accepted,
-            "late_blocks": [block for block in blocks if block not in work.plan["full_blocks"]],
+            "late_blocks": [block for block in blocks if block not in known],
             "finish_reason": seq.finish_reason,
         }
 
