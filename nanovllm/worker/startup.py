@@ -5,7 +5,7 @@
     optimize           replace layers by optimized ones, on a GPU after self-tests
     profile            run the largest step, to measure what it leaves of a GPU's memory
     fill_memory        plan the size of the KV cache, allocate it, and capture CUDA graphs
-    run_dummy_step     compile the kernels of a GPU
+    warm_up            compile the kernels of a GPU
 
 All ranks run the same steps in the same order, because these have collective operations.
 """
@@ -54,10 +54,7 @@ def start_worker(worker: Worker, sample: Callable[[Tensor], object]) -> None:
         sample(profile(worker))
     fill_memory(worker)
     if on_gpu:
-        # A chunk beside decodes, and then a decode. Attention has other kernels for many decodes.
-        decodes = [1] * min(32, worker.max_num_logits)
-        sample(run_dummy_step(worker, [2, *decodes]))
-        sample(run_dummy_step(worker, [1]))
+        warm_up(worker, sample)
 
 
 def serve_rank(config: Config, spec: ModelSpec, directory: Path, place: Place) -> None:
@@ -117,6 +114,16 @@ def fill_memory(worker: Worker) -> None:
     worker.report(f"{worker.device}, {worker.spec.dtype}, {backend}; {plan.description}")
 
 
+def warm_up(worker: Worker, sample: Callable[[Tensor], object]) -> None:
+    """Run a chunk beside decodes, and then a decode. Attention has other kernels for many decodes.
+
+    A step has no more sequences than rows of logits.
+    """
+    decodes = [1] * min(32, worker.max_num_logits - 1)
+    sample(run_dummy_step(worker, [2, *decodes]))
+    sample(run_dummy_step(worker, [1]))
+
+
 def measure_units(worker: Worker) -> CacheUnits:
     """Find the bytes of a block and of a state slot, without memory for them."""
 
@@ -160,6 +167,7 @@ def capture_graphs(worker: Worker, num_lanes: int, only_largest: bool = False) -
             worker.backend,
             [make_dummy_batch(worker, kind) for kind in kinds],
             worker.device,
+            worker.max_num_batched_tokens,
             worker.tp.minimum,
             only_largest,
         )

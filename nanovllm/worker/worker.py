@@ -86,10 +86,8 @@ class Worker:
         self.plan = CachePlan()  # the sizes of the KV cache, which `allocate` makes
         self.kv_caches: list[Tensor] = []  # each layer's K/V or states
         self.graphs: CudaGraphs | None = None
-        # What the newest step has sampled, at a fixed address, which CUDA graphs read. A step has
-        # at most max_num_logits rows, and a warm-up step may have two.
-        num_rows = max(2, self.max_num_logits)
-        self.newest_tokens = torch.zeros(num_rows, dtype=torch.int32, device=self.device)
+        # What the newest step has sampled, at a fixed address, which CUDA graphs read.
+        self.newest_tokens = torch.zeros(self.max_num_logits, dtype=torch.int32, device=self.device)
 
     def load_model(self, directory: Path) -> CausalLM:
         """Make this rank's share of the model, with its weights."""

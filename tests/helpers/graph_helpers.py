@@ -55,7 +55,7 @@ def capture_on_the_cpu(monkeypatch, decoder, backend, batches, **options):
             graphs, "CudaGraphs", lambda *args: make(*args[:3], torch.device("cpu"), *args[4:])
         )
         device = torch.device("cuda")
-        options = {"minimum": list, **options}
+        options = {"max_num_tokens": 2048, "minimum": list, **options}
         return graphs.capture_graphs(decoder, decoder, backend, batches, device, **options)
 
 

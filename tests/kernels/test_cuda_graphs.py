@@ -103,6 +103,13 @@ def test_some_graphs_are_captured_at_the_start(monkeypatch, only_largest, decode
     assert reserved == (160 << 21 if only_largest else 0)
 
 
+def test_no_graph_is_larger_than_a_step_can_be(monkeypatch):
+    captured = capture_on_the_cpu(
+        monkeypatch, Recorder(), Backend, [make_decodes(2)], max_num_tokens=24
+    )
+    assert captured.largest == (24, 2, 2)
+
+
 @pytest.mark.parametrize("failing", [1, 2])
 def test_graphs_of_prompts_can_fail_alone(monkeypatch, failing):
     """As a kernel for prompts or for decodes can fail on some GPU."""

@@ -16,7 +16,7 @@ from nanovllm.worker import cache_plan, memory
 from nanovllm.worker import worker as worker_module
 from nanovllm.worker.cache_plan import CacheUnits, find_budget, plan_cache
 from nanovllm.worker.memory import find_available_memory, show_bytes
-from nanovllm.worker.startup import profile
+from nanovllm.worker.startup import profile, warm_up
 
 BLOCK_BYTES = 4 * 2 * 2 * 2 * 16 * 4  # block size, K and V, layers, KV heads, head_dim, float32
 
@@ -138,6 +138,20 @@ def test_the_profile_run_is_a_largest_step(make_llm, draft_len, num_logits):
     assert len(batch.logits_indices) == num_logits
     if draft_len == 0:
         assert batch.max_seqlen_q == llm.max_model_len
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 4, 40])
+def test_few_sequences_can_warm_up(make_llm, max_num_seqs):
+    """Their tokens are kept for the next step, as those of other steps."""
+    runner = make_llm(max_num_seqs=max_num_seqs).model_runner
+    seen = []
+
+    def sample(logits):
+        seen.append(len(logits))
+        sample_each_kind(runner, logits)
+
+    warm_up(runner.executor.worker, sample)
+    assert seen == [min(33, max_num_seqs), 1]
 
 
 def test_the_profile_run_ends_with_the_costliest_sampling(make_llm):
