@@ -307,7 +307,9 @@ def list_ways() -> list[dict[str, Any]]:
 
 def make_batch(query_lens, context_lens, block_tables, device="cpu") -> Batch:
     """Make a batch for attention. Tokens and states are 0, and all K/V go to slot 0."""
-    batch = batches.make_batch(query_lens, context_lens, block_tables.numpy(), max(context_lens))
+    batch = batches.make_batch(
+        query_lens, context_lens, block_tables.cpu().numpy(), max(context_lens)
+    )
     zeros = np.zeros_like(batch.input_ids)
     batch = replace(batch, positions=zeros, slot_mapping=zeros)
     return copy_to(batch, torch.device(device))

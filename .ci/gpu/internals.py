@@ -28,6 +28,7 @@ from nanovllm.benchmark.roofline import count_prefill as count_prefill
 from nanovllm.benchmark.roofline import find_sizes as find_sizes
 from nanovllm.benchmark.roofline import measure_peak_rates as measure_peak_rates
 from nanovllm.benchmark.shapes import SHAPES as SHAPES
+from nanovllm.engine import model_runner
 from nanovllm.engine.model_runner import Sampled as Sampled
 from nanovllm.kernels.attention_check import BatchShape, compare_with_torch
 from nanovllm.kernels.bench import TOLERANCES, time_call
@@ -271,6 +272,7 @@ def time_start(clock: Callable[[], float]) -> Iterator[dict[str, list[float]]]:
         "profile": startup,
         "capture_graphs": startup,
         "run_dummy_step": startup,
+        "sample_each_kind": model_runner,
     }
     with ExitStack() as stack:
         stack.enter_context(patch.object(startup, "capture_graphs", capture_and_measure))

@@ -19,6 +19,7 @@ from jobs import Job, Runner
 
 CHECKS = "python .ci/gpu/checks.py"
 SUITE = "python .ci/gpu/suite.py"
+RANDOM_ENGINES = "tests/features/test_random_engines.py"
 ONE_REQUEST = "python bench.py --num-seqs 1 --input-len 512 512 --output-len 512 512"
 EXPERTS = "python bench.py --model qwen3-moe --num-seqs 32 --input-len 64 64 --output-len 256 256"
 ARRIVALS = (
@@ -134,6 +135,8 @@ STAGES = [
         side_by_side=True,
     ),
     Stage("memory", [test("memory", "gpu", "-k memory")]),  # alone on the GPU
+    # Random engines and requests, with interrupts. Each engine compiles kernels.
+    Stage("random", [Job("random", 200, f"{SUITE} random SECONDS {RANDOM_ENGINES} -m gpu")]),
     # Engines with blocks of 4 tokens say that they use torch, because Triton's need 16.
     Stage("example", [Job("example", 90, "python example.py", shown="nanovllm:|prefix cache")]),
     # Every shape and dtype of attention.

@@ -66,6 +66,16 @@ def test_random_engine_with_cuda_graphs(models, tmp_path, monkeypatch, seed):
     Calls(case, tmp_path).run()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(2000, 2010))
+def test_random_engine_on_a_gpu(models, tmp_path, seed):
+    """With blocks of 16 tokens, which Triton's attention needs."""
+    case = Case(models, seed)
+    ways = {"enable_kernels": True, "attention_backend": "auto"}
+    case.options |= {"kvcache_block_size": 16, "num_kvcache_blocks": 4 + seed % 4, **ways}
+    Calls(case, tmp_path).run()
+
+
 @pytest.mark.sweep
 def test_random_engines_for_a_while(models, tmp_path):
     end = time.monotonic() + float(os.environ.get("SECONDS", 60))
