@@ -67,13 +67,18 @@ def test_random_engine_with_cuda_graphs(models, tmp_path, monkeypatch, seed):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("seed", range(2000, 2010))
+@pytest.mark.parametrize("seed", range(2000, 2008))
 def test_random_engine_on_a_gpu(models, tmp_path, seed):
-    """With blocks of 16 tokens, which Triton's attention needs."""
+    """With CUDA graphs. Steps overlap, except with drafts or a trace."""
     case = Case(models, seed)
-    ways = {"enable_kernels": True, "attention_backend": "auto"}
-    case.options |= {"kvcache_block_size": 16, "num_kvcache_blocks": 4 + seed % 4, **ways}
-    Calls(case, tmp_path).run()
+    case.model = ["qwen3", "gemma3", "mistral-window", "smollm3"][seed % 4]
+    case.options |= {"enable_kernels": True, "attention_backend": "auto"}
+    case.options |= {"kvcache_block_size": 16, "num_kvcache_blocks": 4 + seed % 5}
+    if seed < 2006:
+        case.options["num_speculative_tokens"] = 0
+    calls = Calls(case, tmp_path)
+    assert calls.llm.executor.worker.graphs is not None
+    calls.run()
 
 
 @pytest.mark.sweep
