@@ -79,6 +79,12 @@ cudaError_t fail(cudaError_t error) {
     return error;
 }
 
+template <class T>
+cudaError_t give(T* target, T value) {
+    *target = value;
+    return cudaSuccess;
+}
+
 Stream& find(cudaStream_t stream) {
     bool is_default = stream == nullptr || stream == cudaStreamLegacy;
     return is_default ? default_stream : *reinterpret_cast<Stream*>(stream);
@@ -185,13 +191,13 @@ int simulate_call(cudaStream_t stream, long number) {
 
 // The device
 
-cudaError_t cudaGetDeviceCount(int* count) { return *count = 1, cudaSuccess; }
-cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
+cudaError_t cudaGetDeviceCount(int* count) { return give(count, 1); }
+cudaError_t cudaGetDevice(int* device) { return give(device, 0); }
 cudaError_t cudaSetDevice(int device) {
     return device == 0 ? cudaSuccess : fail(cudaErrorInvalidDevice);
 }
-cudaError_t cudaDriverGetVersion(int* version) { return *version = 13000, cudaSuccess; }
-cudaError_t cudaRuntimeGetVersion(int* version) { return *version = 13000, cudaSuccess; }
+cudaError_t cudaDriverGetVersion(int* version) { return give(version, 13000); }
+cudaError_t cudaRuntimeGetVersion(int* version) { return give(version, 13000); }
 cudaError_t cudaGetLastError() {
     cudaError_t error = last_error;
     last_error = cudaSuccess;
@@ -215,11 +221,10 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
     properties->maxThreadsPerMultiProcessor = 2048;
     return cudaSuccess;
 }
-cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
-    return *value = 0, cudaSuccess;
-}
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) { return give(value, 0); }
 cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
-    return *least = *greatest = 0, cudaSuccess;
+    *least = 0;
+    return give(greatest, 0);
 }
 cudaError_t cudaDeviceSynchronize() {
     if (is_forbidden()) return fail(cudaErrorStreamCaptureUnsupported);
@@ -232,7 +237,8 @@ cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
 }
 size_t cudnnGetVersion() { return 91900; }
 int cuDevicePrimaryCtxGetState(int, unsigned* flags, int* is_active) {
-    return *flags = 0, *is_active = 1, 0;
+    *flags = 0;
+    return give(is_active, 1);
 }
 
 // Memory
@@ -259,7 +265,8 @@ cudaError_t cudaFree(void* address) {
     return cudaSuccess;
 }
 cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
-    return *total = TOTAL, *free = TOTAL - used, cudaSuccess;
+    *total = TOTAL;
+    return give(free, TOTAL - used);
 }
 cudaError_t cudaHostAlloc(void** address, size_t size, unsigned) {
     if (is_forbidden()) return fail(cudaErrorStreamCaptureUnsupported);
@@ -306,9 +313,7 @@ cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) {
     *stream = (cudaStream_t)*streams.insert(new Stream).first;
     return cudaSuccess;
 }
-cudaError_t cudaStreamGetPriority(cudaStream_t, int* priority) {
-    return *priority = 0, cudaSuccess;
-}
+cudaError_t cudaStreamGetPriority(cudaStream_t, int* priority) { return give(priority, 0); }
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
     Capture* capture = find(stream).capture;
     if (capture != nullptr) capture->is_valid = false;
@@ -363,9 +368,7 @@ cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
     if (event->stream != nullptr) run_until(*event->stream, event, event->num_recorded);
     return cudaSuccess;
 }
-cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t, cudaEvent_t) {
-    return *ms = 1, cudaSuccess;
-}
+cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t, cudaEvent_t) { return give(ms, 1.0f); }
 
 // Graphs
 
@@ -418,7 +421,7 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t stream) {
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t) { return cudaSuccess; }  // may be in a queue
 cudaError_t cudaGraphDestroy(cudaGraph_t) { return cudaSuccess; }
 cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t*, size_t* count) {
-    return *count = ((Graph*)graph)->operations.size(), cudaSuccess;
+    return give(count, ((Graph*)graph)->operations.size());
 }
 
 // Kernels of torch, which must not run: each operator has a call of Python in its place.
