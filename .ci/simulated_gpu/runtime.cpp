@@ -1,16 +1,16 @@
 // CUDA's runtime without a GPU: what torch calls of libcudart, on the memory of the host.
 //
 // A stream is a queue of operations. They run as late as CUDA allows, which is when the host waits
-// for their stream or for an event behind them. Therefore it shows if the host reads a result too
-// early, or writes to memory that a queued copy has not read yet. While a stream is captured, the
-// calls fail that CUDA does not allow then. New memory is filled with NaN, and freed memory is
-// unmapped.
+// for their stream or for an event behind them. This reveals results that are read too early, and
+// memory that is written while a queued operation has yet to read it. Calls that CUDA forbids
+// during a capture fail. New memory is filled with NaN, and freed memory is unmapped.
 //
-// Kernels do not run. simulated_gpu.py enqueues calls of Python in their place.
+// Neither kernels nor copies run. simulated_gpu.py enqueues calls of Python in their place.
 
 #include <cuda_runtime_api.h>
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -27,13 +27,10 @@ struct Event;
 struct Graph;
 
 struct Operation {
-    enum Kind { CALL, RECORD, WAIT, COPY, FILL, REPLAY } kind;
-    long number = 0;  // of a call, of an event's record, or the value of a fill
+    enum Kind { CALL, RECORD, WAIT, REPLAY } kind;
+    long number = 0;  // which call, or which record of the event
     Event* event = nullptr;
     Graph* graph = nullptr;
-    void* target = nullptr;
-    const void* source = nullptr;
-    size_t size = 0;
 };
 
 struct Graph {
@@ -62,7 +59,7 @@ struct Event {
 
 using Lock = std::lock_guard<std::recursive_mutex>;
 std::recursive_mutex state;    // guards all of the following
-std::recursive_mutex running;  // of the thread that runs operations
+std::recursive_mutex running;  // held by the thread that runs operations
 Stream default_stream;
 std::set<Stream*> streams{&default_stream};
 std::set<Capture*> captures;
@@ -135,12 +132,6 @@ void run(const Operation& operation) {
         }
         case Operation::WAIT:
             run_until(*operation.event->stream, operation.event, operation.number);
-            break;
-        case Operation::COPY:
-            memcpy(operation.target, operation.source, operation.size);
-            break;
-        case Operation::FILL:
-            memset(operation.target, int(operation.number), operation.size);
             break;
         case Operation::REPLAY:
             for (const Operation& each : operation.graph->operations) run(each);
@@ -289,21 +280,6 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const vo
     if (contains(pinned_memory, address)) attributes->type = cudaMemoryTypeHost;
     attributes->devicePointer = (void*)address;
     return cudaSuccess;
-}
-cudaError_t cudaMemcpyAsync(
-    void* target, const void* source, size_t size, cudaMemcpyKind, cudaStream_t stream) {
-    Operation operation{Operation::COPY};
-    operation.target = target;
-    operation.source = source;
-    operation.size = size;
-    return enqueue(stream, operation);
-}
-cudaError_t cudaMemsetAsync(void* target, int value, size_t size, cudaStream_t stream) {
-    Operation operation{Operation::FILL};
-    operation.number = value;
-    operation.target = target;
-    operation.size = size;
-    return enqueue(stream, operation);
 }
 
 // Streams and events

@@ -1,13 +1,13 @@
-"""A GPU for tests, without a GPU. A pytest plugin.
+"""A pytest plugin that simulates a GPU.
 
 torch's CUDA build runs on runtime.cpp: its allocators, streams, events and graphs are torch's own.
 Its kernels do not run. Each operator of a CUDA tensor enqueues a call of the same operator on CPU
-tensors with the same memory, so results are exact, and they come as late as on a GPU. Where an
+tensors with the same memory, so results are exact. They are as late as CUDA allows. Where an
 operator returns a new tensor, its shape is that of the operator on the meta device.
 
-Triton's kernels do not run either. Plain layers, attention and `lay_out` of the tests stand for
-them, so the tests are about everything around kernels: what is launched when, what waits, what is
-captured, and who may reuse which memory.
+Triton's kernels do not run either, because their interpreter is slow. Plain layers, plain attention
+and `lay_out` of the tests stand for them. The tests therefore check everything around kernels: the
+order of launches, host synchronizations, captures, and the reuse of memory.
 """
 
 import ctypes
@@ -30,9 +30,10 @@ from nanovllm.layers import attention
 runtime = ctypes.CDLL(os.environ["SIMULATED_GPU"])
 runtime.simulate_call.argtypes = [ctypes.c_void_p, ctypes.c_long]
 numbers = count()
-calls = {}  # by number. Those of a graph stay.
-finished = []  # These free their tensors later, because the runtime can hold locks of torch now.
-errors = []
+calls = {}  # by number. Captured calls stay, because graphs repeat them.
+# Calls that have run. Their tensors are freed later, because torch can hold locks now.
+finished = []
+errors = []  # raised by calls
 # Operators that compute nothing. All others with CUDA kernels are replaced, except views.
 NATIVE = {"empty_strided", "set_", "resize_", "record_stream", "is_pinned", "_pin_memory"}
 
@@ -62,13 +63,13 @@ def enqueue(call):
     number = next(numbers)
     calls[number] = (call, torch.cuda.is_current_stream_capturing())
     if runtime.simulate_call(torch.cuda.current_stream().cuda_stream, number) != 0:
-        raise RuntimeError("the capture has failed before")
+        raise RuntimeError("an earlier operation has invalidated the capture")
 
 
 def wait():
     """Wait for the current stream. During a capture this fails."""
     if torch.cuda.get_sync_debug_mode() == 2:
-        raise RuntimeError("the host waits for the device")
+        raise RuntimeError("a host synchronization, which this test forbids")
     torch.cuda.current_stream().synchronize()
 
 
@@ -195,10 +196,11 @@ def copy(self, source, non_blocking=False):
         return self
     target = on_host(self) if self.is_cuda else self
     value = on_host(source) if source.is_cuda else source
-    is_plain = self.dtype == source.dtype and self.shape == source.shape
-    is_plain = is_plain and self.is_contiguous() and source.is_contiguous()
+    are_alike = self.dtype == source.dtype and self.shape == source.shape
+    are_contiguous = self.is_contiguous() and source.is_contiguous()
     is_pinned = self.is_pinned() or source.is_pinned()
-    if (self.is_cuda and source.is_cuda) or (non_blocking and is_plain and is_pinned):
+    can_be_late = non_blocking and are_alike and are_contiguous and is_pinned
+    if (self.is_cuda and source.is_cuda) or can_be_late:
         enqueue(lambda: target.copy_(value))
     else:
         wait()
@@ -224,20 +226,17 @@ def read_number(tensor):
 def attend(query, kv_cache, batch, shape):
     output = torch.empty_like(query)
     values = {each.name: on_host(getattr(batch, each.name)) for each in fields(batch)}
-    args = (on_host(query), on_host(kv_cache), replace(batch, **values), shape)
-    result = on_host(output)
-    enqueue(lambda: result.copy_(attention.attend(*args)))
+    args = (query, kv_cache, replace(batch, **values), shape)
+    enqueue_into([output], attention.attend, args, {})
     return output
 
 
 def store_kvcache(*args):
-    args = tree_map(on_host, args)
-    enqueue(lambda: attention.store_kvcache(*args))
+    enqueue_into([], attention.store_kvcache, args, {})
 
 
-def lay_out_late(grid, *args):
-    args = tree_map(on_host, args)
-    enqueue(lambda: lay_out(grid, *args))
+def launch_lay_out(*args):
+    enqueue_into([], lay_out, args, {})
 
 
 def install(library):
@@ -271,7 +270,7 @@ find_layers = replacement.find_optimized_layers
 replacement.find_optimized_layers = lambda kind, dtype: (
     [] if kind == "cuda" else find_layers(kind, dtype)
 )
-graphs.prepare = lambda *_, **constants: lay_out_late
+graphs.prepare = lambda *_, **constants: launch_lay_out
 triton_attention.attend = attend
 triton_attention.store_kvcache = store_kvcache
 triton_attention.make_cache = attention.make_cache
