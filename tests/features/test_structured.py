@@ -410,7 +410,13 @@ def test_invalid_grammar_is_rejected(llm, kind):
     with pytest.raises(ValueError, match="structured_outputs: ") as caught:
         run(llm, kind)
     assert len(str(caught.value)) < 400
+    assert "start:" not in str(caught.value), "no line of a grammar is shown"
     assert not llm.requests
+
+
+def test_an_error_that_no_text_matches_is_a_sentence(llm):
+    with pytest.raises(ValueError, match=r"^structured_outputs: no text matches$"):
+        run(llm, {"regex": r"[^\s\S]"})
 
 
 def test_missing_package_and_missing_tokenizer(tiny, make, llm, monkeypatch):

@@ -5,6 +5,7 @@ its errors (grammar_check.py). LIMITS bound what a step takes. A sample that exc
 an error.
 """
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -28,7 +29,8 @@ CHECK_PROGRAM = str(Path(__file__).with_name("grammar_check.py"))
 CPU_SECONDS = 2  # for the compilation of a grammar
 LIMITS: Any = {"step_lexer_fuel": 50_000, "step_max_items": 50_000, "max_items_in_row": 10_000}
 MAX_LEXER_STATES = 50_000  # per sample
-MAX_ERROR_CHARS = 300  # because llguidance's errors quote the grammar
+MAX_ERROR_CHARS = 300  # because llguidance's errors quote patterns
+QUOTED = re.compile(r" *\d+ \| | *\^+ *$|<non-verbose/>")  # lines of an error
 
 
 class StructuredOutputs(Feature):
@@ -68,7 +70,7 @@ class StructuredOutputs(Feature):
         matcher = LLMatcher(self.guidance_tokenizer, grammar, log_level=0, limits=limits)
         matcher.compute_bitmask()  # the first one takes long
         if matcher.is_error():  # with LIMITS, or with the tokens of this model
-            raise ValueError(f"invalid or unsupported: {matcher.get_error()[:MAX_ERROR_CHARS]}")
+            raise ValueError(describe(matcher.get_error()))
         return matcher
 
     @cached_property
@@ -137,7 +139,7 @@ class GrammarCheck:
         if code != 0:
             problem = f"needs more than {CPU_SECONDS} seconds of CPU time, or nests too deeply"
             raise ValueError(f"too complex to compile: {problem} (exit code {code}): simplify it")
-        checked[self.digest] = error.decode()[:MAX_ERROR_CHARS]
+        checked[self.digest] = describe(error.decode())
         if len(checked) > MAX_CHECKED:
             first, *_ = list(checked)  # a copy, because other threads add to it
             checked.pop(first, None)
@@ -162,4 +164,13 @@ def check_in_process(grammar: str) -> None:
         run_check.get()(check)
     error = checked.get(check.digest)
     if error:
-        raise ValueError(f"invalid or unsupported: {error}")
+        raise ValueError(error)
+
+
+def describe(error: str) -> str:
+    """Return llguidance's error without the lines of the grammar that it quotes."""
+    lines = [line.strip() for line in error.splitlines() if not QUOTED.match(line)]
+    text = " ".join(lines)[:MAX_ERROR_CHARS]
+    if "NoExtension" in text:
+        return "no text matches"
+    return text and f"invalid or unsupported: {text}"

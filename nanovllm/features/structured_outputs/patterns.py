@@ -31,9 +31,10 @@ ESCAPES = {
     r"\v": "\v",
 }
 SET = r"\\(?:[dswDSW]|[pP]\{[\w=]+\})"
-ESCAPE = r"\\(?:xHH|uHHHH|u\{H+\}|UHHHHHHHH|[bfnrtv]|0(?![0-9])|[^0-9a-zA-Z])".replace(
-    "H", "[0-9a-fA-F]"
-)
+SURROGATES = r"u[dD][89abAB]HH\\u[dD][c-fC-F]HH"
+ESCAPE = (
+    rf"\\(?:xHH|{SURROGATES}|uHHHH|u\{{H+\}}|UHHHHHHHH|[bfnrtv]|0(?![0-9])|[^0-9a-zA-Z])"
+).replace("H", "[0-9a-fA-F]")
 ATOM = rf"(?:{SET}|{ESCAPE}|[^\\])"
 RANGE = re.compile(f"(?s)({ATOM})(?:(-)({ATOM}))?")
 TOKEN = re.compile(
@@ -133,7 +134,9 @@ def decode(atom: str) -> str:
         return atom[-1:]
     if atom[1] in "pP":
         return atom
-    point = int(atom.strip(r"\xuU{}"), 16)
+    point, *low = [int(digits, 16) for digits in re.findall("[0-9a-fA-F]+", atom)]
+    if low:  # a surrogate pair
+        point = 0x10000 + (point - 0xD800) * 0x400 + low[0] - 0xDC00
     if 0xD800 <= point < 0xE000 or point > 0x10FFFF:
         raise ValueError(f"{atom} is not a character")
     return chr(point)

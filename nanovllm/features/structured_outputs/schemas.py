@@ -6,6 +6,7 @@ for a large bound that no grammar holds. Any other number that llguidance would 
 """
 
 import json
+import re
 from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any
@@ -29,6 +30,12 @@ MIN_EXPONENT = -22  # powers of ten that float64 holds exactly end at 10^22
 # The escapes that strings may contain. Without \u, because "\u0061" would be a second spelling of
 # the name "a".
 ESCAPES = 'bfnrt"\\'
+# A control character that is written with \u only: in a text, or in a pattern. \x{0} begins classes
+# that have no control character, and a range may begin with any.
+CONTROL = re.compile(
+    r"\\u00(?:[01]|7f)"
+    r"|(?:(?<!\[\\)(?<!\[\^\\)\\x\{0\}|\\x\{(?:[1-7BEF]|1[0-9A-F]|7F)\})(?!-)"
+)
 
 
 def write_schema(schema: Schema | str, options: Any, is_strict: bool = True) -> str:
@@ -37,7 +44,7 @@ def write_schema(schema: Schema | str, options: Any, is_strict: bool = True) -> 
     Raises ValueError for what is not held exactly, RecursionError for deep nesting.
     """
     text = schema if isinstance(schema, str) else json.dumps(schema)
-    schema = json.loads(text)
+    schema = json.loads(text, parse_float=_read_float)
     if not isinstance(schema, dict):
         raise invalid("a JSON schema", f"must be an object, not {show(schema)}")
     for node in _list_nodes(schema):
@@ -45,12 +52,16 @@ def write_schema(schema: Schema | str, options: Any, is_strict: bool = True) -> 
             _drop_large_bounds(node)
         _check_numbers(node)
         _convert(node, is_strict)
-    text = json.dumps(schema, ensure_ascii=False)
-    if "\\u00" not in text:  # no control character must be written
+    if CONTROL.search(json.dumps(schema)) is None:
         options = {"json_allowed_escapes": ESCAPES, **options}
     options = {"lenient": not is_strict, **options}
     schema["x-guidance"] = {**options, **schema.get("x-guidance", {})}
     return json.dumps(schema)
+
+
+def _read_float(text: str) -> float:
+    number = float(text)
+    return int(number) if number.is_integer() else number  # "minLength": 2.0 is valid
 
 
 def _list_nodes(schema: Any) -> Iterator[Schema]:
