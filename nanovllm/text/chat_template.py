@@ -17,8 +17,8 @@ from nanovllm.utils.helpers import call_foreign
 
 JsonObject = dict[str, Any]
 # {"role": one of ROLES, "content": text}, where the text is a str or a list of parts
-# {"type": "text", "text": str}. An assistant's content may be None or [], or have parts
-# {"type": "refusal", "refusal": str}. Its "tool_calls" are a list of
+# {"type": "text", "text": str}. The content of an assistant or a tool may be None or []. That of an
+# assistant may have parts {"type": "refusal", "refusal": str}. Its "tool_calls" are a list of
 # {"type": "function", "id": str, "function": {"name": str, "arguments": JSON of a dict}}.
 # Models do not always write valid JSON, so the arguments of a call can be any str.
 Message = JsonObject
@@ -78,7 +78,7 @@ def prepare_messages(conversation: Any) -> list[Message]:
     for name, message in _list_dicts("messages", conversation):
         role = check_choice(f"{name}.role", message.get("role"), ROLES)
         content = message.get("content")
-        if role == "assistant" and content in (None, []):
+        if role in ("assistant", "tool") and content in (None, []):
             content = ""
         kinds = ("text", "refusal") if role == "assistant" else ("text",)
         message = {**message, "content": _join_parts(f"{name}.content", content, kinds)}
@@ -128,7 +128,7 @@ def _prepare_call(name: str, call: JsonObject) -> JsonObject:
         with suppress(ValueError, RecursionError):
             arguments = json.loads(given)
     if not isinstance(arguments, dict):
-        arguments = {"arguments": given}
+        arguments = {"arguments": given} if arguments is not None else {}
     return {**call, "function": {**function, "arguments": arguments}}
 
 
