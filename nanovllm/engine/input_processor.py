@@ -21,7 +21,10 @@ class PreparedPrompt(NamedTuple):
 
     token_ids: list[int]
     params: SamplingParams
-    fields: dict[str, Any]  # what features add to its requests
+    fields: dict[str, Any]  # what features and callers add to its requests
+
+    def with_fields(self, **fields: Any) -> "PreparedPrompt":
+        return self._replace(fields={**self.fields, **fields})
 
 
 @dataclass(eq=False)

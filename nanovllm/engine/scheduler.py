@@ -91,7 +91,7 @@ class Scheduler:
             has_sampled = num_tokens > seq.num_admitted_tokens
             if has_sampled and skip_decodes:
                 continue
-            if num_tokens >= seq.max_num_tokens:
+            if has_sampled and num_tokens >= seq.max_num_tokens:
                 continue  # the newest token is pending, and ends the sequence
             num_missing = num_tokens - seq.num_computed_tokens
             if num_missing == 1 and has_sampled and num_tokens % self.block_size > 1:
@@ -215,6 +215,9 @@ class Scheduler:
             for token_id in token_ids:
                 if token_id < 0:
                     self.finish(seq, "error")
+                    break
+                if seq.ends_with_prompt:
+                    self.finish(seq, "length")
                     break
                 seq.token_ids.append(token_id)
                 reason = seq.check_end()

@@ -41,6 +41,7 @@ class Sequence:
     seed: int = 0
     stop_token_ids: frozenset[int] = frozenset()
     max_model_len: int = 2**31
+    ends_with_prompt: bool = False  # it is computed, and the token that it samples is dropped
 
     def __post_init__(self) -> None:
         params = self.params
@@ -48,7 +49,8 @@ class Sequence:
         self.num_prompt_tokens = len(self.token_ids)
         self.min_num_tokens = self.num_prompt_tokens + params.min_tokens
         # The limit on prompt and generated tokens together.
-        self.max_num_tokens = min(self.max_model_len, self.num_prompt_tokens + params.max_tokens)
+        max_new_tokens = 0 if self.ends_with_prompt else params.max_tokens
+        self.max_num_tokens = min(self.max_model_len, self.num_prompt_tokens + max_new_tokens)
         self.finish_reason: FinishReason | None = None
         self.restart()
 

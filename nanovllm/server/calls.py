@@ -1,89 +1,116 @@
-"""The calls in a block of a reply, which is the text between <tool_call> and </tool_call>.
+"""Tool calls in the text of a reply, in either of the two forms of constraints.py.
 
-A block is a sequence of elements, in either of the two forms of constraints.py:
-
-    call          object | function
-    object        {"name": name, "arguments": {...}}, or a list of objects
+    block         <tool_call> (object | list of objects | function) </tool_call>
+    object        {"name": name, "arguments": {...}}, where null or no arguments are {}
     function      <function=name> parameter* </function>
     parameter     <parameter=name> value </parameter>
 
-A value can contain tags, and whole functions. It ends at the first </parameter> that another tag
-follows. Models forget it, so a value without tags also ends at a line with <parameter=name> and at
-the end of the function.
+The end of a block is found before the block is read, because tags in its arguments are text. With
+JSON it is the first </tool_call> outside of a string. A function ends at the first
+</parameter></function></tool_call> at which all parameters are closed. The tags of parameters are
+counted, so a value can have whole calls. There is no second way to read a block, because a client
+would execute a call that the model only quoted.
 """
 
 import json
 import re
-from typing import Any, NamedTuple
+from typing import Any
 
-from nanovllm.server.parameter_values import JSON, find_properties, read_value
+from nanovllm.server.errors import JsonObject
+from nanovllm.server.parameter_values import JSON, list_parts, read_value
 from nanovllm.text.chat_template import NAME
+from nanovllm.utils.helpers import as_list
 
+BLOCK = "<tool_call>"
+END_BLOCK = "</tool_call>"
 FUNCTION = "<function="
-END_FUNCTION = "</function>"
-HEAD = re.compile(r"<function=[\"']?([^\"'<>\n]+)[\"']?>")  # some models quote names
-PARAMETER = re.compile(
-    r"\s*<parameter=[\"']?([^\"'<>\n]+)[\"']?>\n?"
-    r"(?:([^<]*?)(?:\n(?=<parameter=)|\n?(?=</function>\s*(?:<function=|\Z)))"
-    r"|((?:(?!<function=).|<function=(?:(?!</function>).)*</function>)*?)"
-    r"\n?</parameter>(?=\s*(?:<parameter=|</function>)))",
-    re.DOTALL,
+PARAMETER = "<parameter="
+END_PARAMETER = "</parameter>"
+TAGS = (
+    "<think> </think> <tool_call> </tool_call> <function= </function> <parameter= </parameter>"
+).split()
+# The end of a function without parameters, and of one with parameters. A second function in the
+# block is not served, because a value could quote it.
+ENDS = (
+    "</function></tool_call>",
+    ("</parameter></function></tool_call>", "</parameter></function><function="),
 )
-TAIL = re.compile(r"\s*</function>")
-FILLER = re.compile(r"[\s,}]*")  # small models write too many braces
+# The text up to the name of the first parameter, or a whole block without parameters.
+HEAD = re.compile(
+    r"\A<tool_call>\s*<function=([^<>]+)>\s*(?:<parameter=|</function>\s*</tool_call>)\Z"
+)
+REST_OF_PARAMETER = re.compile(r"\A([^<>\n]+)>\n?(.*)</parameter>", re.DOTALL)
+# Where a lexeme leads from a place in JSON: "" is outside of strings, '"' in one, and "\\" in one
+# behind a backslash.
+PLACES = {("", '"'): '"', ('"', '"'): "", ('"', "\\"): "\\"}
 
 
-class Call(NamedTuple):
-    name: str
-    arguments: str  # JSON
+class Block:
+    """A block whose text arrives by lexemes. Each of them is looked at once."""
+
+    def __init__(self) -> None:
+        self.parts = [[BLOCK]]  # lexemes; <parameter= of a parameter ends a part
+        self.form = ""  # the first lexeme inside, if the block has begun as a call
+        self.is_complete = False
+        self.place = ""  # a value of PLACES
+        self.num_open = 0  # parameters
+        self.end = ""  # the newest lexemes, without spaces
+
+    def add(self, lexeme: str) -> bool:
+        """Add the next lexeme. Return whether the block ends with it, or cannot be a call."""
+        self.parts[-1].append(lexeme)
+        if lexeme.isspace():
+            return False
+        if not self.form and lexeme != FUNCTION and lexeme[0] not in "{[":
+            return True
+        self.form = self.form or lexeme
+        if self.form == FUNCTION:
+            ends = self._ends_function(lexeme)
+        else:
+            self.place = PLACES.get((self.place, lexeme), self.place and '"')
+            ends = self.place == "" and lexeme == END_BLOCK
+        self.is_complete = ends and lexeme == END_BLOCK
+        return ends
+
+    def _ends_function(self, lexeme: str) -> bool:
+        has_parameters = len(self.parts) > 1
+        can_begin = self.num_open == 0 and (not has_parameters or self.end.endswith(END_PARAMETER))
+        self.end = (self.end + lexeme)[-40:]
+        if lexeme == PARAMETER:
+            if can_begin:
+                self.parts.append([])
+            self.num_open += 1
+        elif lexeme == END_PARAMETER:
+            self.num_open = max(0, self.num_open - 1)
+        return self.num_open == 0 and self.end.endswith(ENDS[has_parameters])
+
+    def read(self, schemas: dict[str, Any]) -> list[JsonObject]:
+        """Return OpenAI's functions of the calls, or none if the block has another form.
+
+        `schemas` are those of the parameters of functions, by name.
+        """
+        head, *parameters = ["".join(part) for part in self.parts]
+        try:
+            if not self.is_complete:
+                return []
+            if self.form != FUNCTION:
+                calls = as_list(JSON.decode(head.removeprefix(BLOCK).removesuffix(END_BLOCK)))
+                return [_write_call(call["name"], call.get("arguments")) for call in calls]
+            (name,) = HEAD.findall(head)
+            schema = schemas.get(name)
+            properties = [part.get("properties") for part in list_parts([schema], schema)]
+            arguments: JsonObject = {}
+            for parameter in parameters:
+                ((key, text),) = REST_OF_PARAMETER.findall(parameter)
+                own = [each.get(key) for each in properties if isinstance(each, dict)]
+                arguments[key] = read_value(text.removesuffix("\n"), own, schema)
+            return [_write_call(name, arguments)]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            return []
 
 
-def read_calls(text: str, schemas: dict[str, Any]) -> list[Call]:
-    """Return the calls of a block, or none if it has anything else.
-
-    `schemas` are those of the parameters of functions, by name.
-    """
-    calls: list[Call] = []
-    start = _skip(FILLER, text, 0)
-    try:
-        while start < len(text):
-            head = HEAD.match(text, start)
-            if head is None:
-                value, start = JSON.raw_decode(text, start)
-                for each in value if isinstance(value, list) else [value]:
-                    calls.append(_make_call(each["name"], each["arguments"] or {}))
-            else:
-                arguments, start = _read_parameters(text, head.end(), schemas.get(head[1]))
-                calls.append(_make_call(head[1], arguments))
-            start = _skip(FILLER, text, start)
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return []
-    return calls
-
-
-def _make_call(name: str, arguments: Any) -> Call:
-    if isinstance(arguments, str):  # some models write them as a str of JSON
-        arguments = json.loads(arguments)
+def _write_call(name: str, arguments: Any) -> JsonObject:
+    arguments = {} if arguments is None else arguments
     if not (NAME.fullmatch(name) and isinstance(arguments, dict)):
         raise ValueError("no call")
-    return Call(name, json.dumps(arguments, ensure_ascii=False, allow_nan=False))
-
-
-def _read_parameters(text: str, start: int, schema: Any) -> tuple[dict[str, Any], int]:
-    """Return the arguments of a function in tags, and the position after it."""
-    properties = find_properties(schema)
-    arguments: dict[str, Any] = {}
-    match = PARAMETER.match(text, start)
-    while match is not None:
-        name, open_value, value = match.groups()
-        arguments[name] = read_value(value or open_value or "", properties.get(name), schema)
-        start = match.end()
-        match = PARAMETER.match(text, start)
-    return arguments, _skip(TAIL, text, start)
-
-
-def _skip(pattern: re.Pattern[str], text: str, start: int) -> int:
-    match = pattern.match(text, start)
-    if match is None:
-        raise ValueError("no call")
-    return match.end()
+    return {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False, allow_nan=False)}

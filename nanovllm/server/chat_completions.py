@@ -3,8 +3,9 @@
 With a reasoning parser, a constraint holds behind the reasoning, unless the prompt has closed it.
 """
 
+import re
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.input_processor import PreparedPrompt
@@ -12,7 +13,7 @@ from nanovllm.engine.outputs import FinishReason, RequestOutput
 from nanovllm.features.structured_outputs.grammar_writer import allow_reasoning
 from nanovllm.server.constraints import Constraint, ToolChoice, choose_constraint, choose_tools
 from nanovllm.server.errors import JsonObject, blaming
-from nanovllm.server.message_parser import MessageParser, find_last_tag
+from nanovllm.server.message_parser import MessageParser
 from nanovllm.server.parameters import (
     CHAT,
     MAX_LOGPROBS,
@@ -24,8 +25,10 @@ from nanovllm.server.replies import Choice, Generation, Reply
 from nanovllm.server.token_texts import ChatTexts
 from nanovllm.text.chat_template import Tool, uses_tools
 from nanovllm.text.detokenizer import Detokenizer
-from nanovllm.text.vocabulary import END_THINK, THINK
+from nanovllm.text.vocabulary import END_THINK, THINK, Vocabulary
 from nanovllm.utils.checks import check_bool, check_int, check_str, check_type, invalid
+
+NUM_TAG_TOKENS = 24  # tokens at the end of a prompt that may be a tag and spaces
 
 
 def parse_chat(model: str, parses_reasoning: bool, body: JsonObject, llm: LLM) -> Generation:
@@ -36,6 +39,7 @@ def parse_chat(model: str, parses_reasoning: bool, body: JsonObject, llm: LLM) -
     given = select(body, CHAT)
     with blaming(given):
         stream = read_stream_options(given)
+        includes_reasoning = check_bool("include_reasoning", given.get("include_reasoning", True))
         num_top = check_int("top_logprobs", given.get("top_logprobs", 0), 0, MAX_LOGPROBS)
         tools = choose_tools(given)
         constraint = choose_constraint(given, tools)
@@ -56,9 +60,23 @@ def parse_chat(model: str, parses_reasoning: bool, body: JsonObject, llm: LLM) -
         tools=tools,
         last_tag=last_tag,
         parses_reasoning=parses_reasoning,
+        includes_reasoning=includes_reasoning,
         num_top=num_top,
     )
     return Generation([reply.show_tags(prompt) for prompt in prompts], reply)
+
+
+def find_last_tag(given: JsonObject, prompt: list[int], vocabulary: Vocabulary) -> str:
+    """Return <think> if a prompt ends inside reasoning, </think> if it ends behind it, or "".
+
+    The tag is the last word of the prompt. Only in a message that is continued, other words can
+    follow it.
+    """
+    end = "".join(map(vocabulary.name, prompt[-NUM_TAG_TOKENS:]))
+    tags = re.findall(r"</?think>(?=\s*$)", end)
+    if given.get("continue_final_message"):
+        tags += re.findall("</?think>", str(given["messages"][-1].get("content")))
+    return tags[-1] if tags else ""
 
 
 def _read_params(
@@ -99,6 +117,12 @@ def encode_chat(given: JsonObject, tools: list[Tool], llm: LLM) -> list[int]:
     if "reasoning_effort" in given:
         effort = check_str("reasoning_effort", given["reasoning_effort"])
         variables = {"reasoning_effort": effort, **variables}
+    if "enable_thinking" in given:
+        name = "enable_thinking"
+        value = check_bool(name, given[name])
+        if variables.get(name, value) != value:
+            raise invalid(name, "contradicts chat_template_kwargs: leave one of them out")
+        variables = {**variables, name: value}
     if given.get("add_special_tokens"):
         raise invalid("add_special_tokens", "must be false: the chat template writes such tokens")
     messages: Any = given.get("messages")
@@ -119,10 +143,12 @@ class ChatReply(Reply):
     ID_PREFIX = "chatcmpl"
     KIND = "chat.completion"
     CHUNK_KIND = "chat.completion.chunk"
+    NO_TEXT: ClassVar[JsonObject] = {"delta": {}}
 
     tools: ToolChoice
     last_tag: str  # of the prompt, see find_last_tag
     parses_reasoning: bool
+    includes_reasoning: bool
     num_top: int  # candidates beside each token, if log probabilities are requested
 
     @property
@@ -140,7 +166,7 @@ class ChatReply(Reply):
             return prompt
         stops = prompt.params.stop_strings
         detokenizer = Detokenizer(tokenizer, prompt.token_ids, stops, hidden_ids)
-        return prompt._replace(fields={**prompt.fields, "detokenizer": detokenizer})
+        return prompt.with_fields(detokenizer=detokenizer)
 
     def make_choice(self, output: RequestOutput) -> Choice:
         choice = ChatChoice(self)
@@ -155,7 +181,7 @@ class ChatReply(Reply):
             tokenizer: Any = self.vocabulary.tokenizer
             num_reasoning = 0
             for choice in self.choices.values():
-                text = choice.parser.reasoning
+                text = "".join(choice.reasoning)
                 num_reasoning += len(tokenizer.encode(text, add_special_tokens=False))
             usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
         return usage
@@ -166,23 +192,29 @@ class ChatChoice(Choice):
 
     def __init__(self, reply: ChatReply) -> None:
         self.reply = reply
-        tools = reply.tools
-        self.parser = MessageParser(
-            reply.parses_reasoning, tools.tools, tools.is_parallel, reply.last_tag
-        )
+        self.reasoning: list[str] = []
+        self.parser: MessageParser | None = None
+        if reply.has_tags:
+            tools = reply.tools
+            self.parser = MessageParser(
+                reply.parses_reasoning, tools.tools, tools.is_parallel, reply.last_tag
+            )
 
     def write_text(self, text: str, reason: FinishReason | None) -> JsonObject:
         choice: JsonObject = {}
-        delta = self.parser.feed(text, is_last=reason is not None)
+        tools = self.reply.tools
+        delta: JsonObject = {"content": text}
+        if self.parser is not None:
+            delta = self.parser.feed(text, is_last=reason is not None)
+            if tools.required:  # all content is a call that a limit has cut
+                delta.pop("content", None)
+            # A call of the function that the request names ends with "stop", as in OpenAI's API.
+            if self.parser.num_calls > 0 and reason == "stop" and not tools.is_named:
+                choice["finish_reason"] = "tool_calls"
         reasoning = delta.pop("reasoning", "")
-        if reasoning:
+        self.reasoning.append(reasoning)
+        if reasoning and self.reply.includes_reasoning:
             delta |= {"reasoning": reasoning, "reasoning_content": reasoning}  # both, as vLLM
-        if not delta and not self.reply.has_tags:
-            delta["content"] = ""
-        # A call of the function that the request names ends with "stop", as in OpenAI's API.
-        has_calls = self.parser.num_calls > 0 and not self.reply.tools.is_named
-        if has_calls and reason == "stop":
-            choice["finish_reason"] = "tool_calls"
         if self.reply.stream.is_stream:
             choice["delta"] = delta if self.num_tokens else {"role": "assistant", **delta}
         else:

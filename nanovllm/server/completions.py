@@ -1,10 +1,11 @@
 """POST /v1/completions: text that continues each prompt.
 
-With `echo`, a choice begins with its prompt, which is scored if logprobs are requested.
+With `echo`, a choice begins with its prompt, which is scored if logprobs are requested. With
+max_tokens=0 it has nothing else.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from nanovllm import LLM
 from nanovllm.engine.input_processor import Prompt
@@ -42,17 +43,21 @@ def parse_completion(model: str, body: JsonObject, llm: LLM) -> Generation:
         if logprobs is not None:
             check_int("logprobs", logprobs, 0, MAX_LOGPROBS)
         constraint = choose_constraint(given, choose_tools(given))
+        max_tokens: Any = given.get("max_tokens", DEFAULT_MAX_TOKENS)
+        scores_only = is_echo and type(max_tokens) is int and max_tokens == 0
         params = read_params(
             given,
             llm,
             num_prompts=len(sent),
             structured_outputs=constraint.outputs,
-            max_tokens=given.get("max_tokens", DEFAULT_MAX_TOKENS),
+            max_tokens=1 if scores_only else max_tokens,
             logprobs=logprobs,
             prompt_logprobs=logprobs if is_echo else None,
         )
     with blaming(given, "prompt", constraint.source):
         prepared = llm.prepare_prompts(prompts, params)
+    if scores_only:
+        prepared = [prompt.with_fields(ends_with_prompt=True) for prompt in prepared]
     reply = CompletionReply(model, stream, llm.vocabulary)
     if is_echo:
         texts = [_read_text(prompt, llm) for prompt in sent]
@@ -77,6 +82,7 @@ class CompletionReply(Reply):
     ID_PREFIX = "cmpl"
     KIND = "text_completion"
     CHUNK_KIND = KIND
+    NO_TEXT: ClassVar[JsonObject] = {"text": ""}
 
     echo: list[str] | None = None  # for each choice the text of its prompt
 

@@ -93,16 +93,33 @@ def choose_constraint(given: JsonObject, tools: ToolChoice) -> Constraint:
         )
     if tools.required:
         name = "tools"
-        with naming_outputs(name):
-            grammar = write_grammar(tools.required, tools.is_parallel)
+        grammar = write_checked(tools)
     elif tools.tools:
         grammar = write_alternatives(tools, str(grammar))
     return Constraint({"grammar": grammar}, name)
 
 
+def write_checked(tools: ToolChoice) -> str:
+    """Write a grammar of required calls. Raises ValueError that names the tool at fault."""
+
+    def write(each: list[Tool]) -> str:
+        grammar = write_grammar(each, tools.is_parallel)
+        check_in_process(grammar + NO_FORCING)
+        return grammar
+
+    try:
+        with naming_outputs("tools"):
+            return write(tools.required)
+    except ValueError:
+        for tool in tools.required:
+            with naming_outputs(f"tools[{tools.tools.index(tool)}].function.parameters"):
+                write([tool])
+        raise
+
+
 def read_format(given: JsonObject) -> str | None:
     """Return the grammar of response_format, if it constrains the text."""
-    response_format: Any = given.get("response_format", {"type": "text"})
+    response_format: Any = given.get("response_format") or {"type": "text"}
     prefix = "response_format."
     strict = False
     match response_format:

@@ -3,156 +3,120 @@
     <think>Look it up.</think> Wait. <tool_call>{"name": "find", "arguments": {}}</tool_call>
            reasoning           content                  tool_calls
 
-Text that may be the start of a tag is held back, so no delta contains a part of one. A call is sent
-when it is complete. A block that is no call is text of the section in which it stands.
+The text is read by lexemes, each of them once. The start of a tag is held back until it is clear
+whether it is one, so no delta has a part of a tag. A call is sent when its block is complete. A
+block that begins as a call and cannot be read is text, and nothing behind it is made a call.
 """
 
 import re
+from itertools import chain
 from uuid import uuid4
 
-from nanovllm.server.calls import END_FUNCTION, FUNCTION, Call, read_calls
+from nanovllm.server.calls import BLOCK, TAGS, Block
 from nanovllm.server.errors import JsonObject
-from nanovllm.server.text_stream import TextStream, Waiting
 from nanovllm.text.chat_template import Tool
-from nanovllm.text.vocabulary import END_THINK, END_TOOL_CALL, THINK, TOOL_CALL, Vocabulary
+from nanovllm.text.vocabulary import END_THINK, THINK
 
-NUM_TAG_TOKENS = 24  # tokens at the end of a prompt that may be a tag and newlines
-MAX_ENDS = 8  # tags in a block that are tried as its end, because models can repeat tags forever
-
-
-def find_last_tag(given: JsonObject, prompt: list[int], vocabulary: Vocabulary) -> str:
-    """Return <think> if a prompt ends inside reasoning, </think> if it ends behind it, or "".
-
-    The tag is the last word of the prompt. Only in a message that is continued, other words can
-    follow it.
-    """
-    end = "".join(map(vocabulary.name, prompt[-NUM_TAG_TOKENS:]))
-    tags = re.findall(r"</?think>(?=\s*$)", end)
-    if given.get("continue_final_message"):
-        tags += re.findall("</?think>", str(given["messages"][-1].get("content")))
-    return tags[-1] if tags else ""
+TAG_STARTS = {tag[:size] for tag in TAGS for size in range(1, len(tag))}
+# A tag, a sign that matters in JSON, spaces, or other text.
+LEXEME = re.compile("|".join(TAGS) + r'|["\\<]|\s+|[^"\\<\s]+')
 
 
-class MessageParser(TextStream):
+class MessageParser:
     """Parses the text of one choice, which arrives in parts."""
 
     def __init__(
         self, parses_reasoning: bool, tools: list[Tool], is_parallel: bool, last_tag: str
     ) -> None:
         """Without tools, calls are content. `last_tag` is that of the prompt."""
-        super().__init__()
         functions = [tool["function"] for tool in tools]
         self.schemas = {each["name"]: each.get("parameters") for each in functions}
-        self.call_tags: tuple[str, ...] = ()
-        if tools:  # some models leave out <tool_call>
-            self.call_tags = (TOOL_CALL, *[f"{FUNCTION}{name}>" for name in self.schemas])
+        self.reads_calls = len(tools) > 0
         self.is_parallel = is_parallel
         self.num_calls = 0
-        self.in_reasoning = parses_reasoning and last_tag == THINK
-        self.reasoning = ""
+        self.may_think = parses_reasoning  # <think> can begin a reply, even if the prompt has it
+        # "undecided" behind a call within reasoning: reasoning if </think> follows, else content.
+        self.section = "reasoning" if parses_reasoning and last_tag == THINK else "content"
+        self.pending: list[str] = []  # undecided text, or spaces
+        self.is_after_tag = False
         self.has_content = False
-        # Spaces beside a tag are content only if words come before and after them.
-        self.is_after_tag = parses_reasoning or len(tools) > 0
-        self.spaces = ""
+        self.tail = ""  # of the text that was fed, if it may be the start of a tag
+        self.block: Block | None = None
         self.delta: JsonObject = {}
-        self.steps = self._parse(parses_reasoning)
 
     def feed(self, text: str, is_last: bool) -> JsonObject:
         """Return OpenAI's delta for more text. `is_last` if none follows."""
-        self.text += text
-        self.is_last = is_last
-        next(self.steps, None)
+        text = self.tail + text
+        end = text.rfind("<")
+        if is_last or text[end:] not in TAG_STARTS:
+            end = len(text)
+        self.tail = text[end:]
+        for lexeme in LEXEME.findall(text[:end]):
+            self._read(lexeme)
+        if is_last:
+            if self.block is not None:
+                self._end_block(self.block)
+            if self.section == "undecided":
+                self.section = "content"
+            self._settle()
         delta = self.delta
         self.delta = {}
+        for section in delta.keys() - {"tool_calls"}:
+            delta[section] = "".join(delta[section])
         return delta
 
-    def _parse(self, parses_reasoning: bool) -> Waiting[None]:
-        if parses_reasoning:  # the model can write <think> even after the prompt has
-            start, tag = yield from self.skip(0, (THINK,))
-            if tag:
-                self.take(start + len(tag))
-                self.in_reasoning = True
-        while True:
-            tags = (END_THINK, *self.call_tags) if self.in_reasoning else self.call_tags
-            position, tag = self.search(tags, 0)
-            self._add_text(position)
-            if tag == END_THINK:
-                self._end_section(len(tag))
-            elif tag:
-                calls, end = yield from self._read_block(tag)
-                if calls:
-                    yield from self._add_calls(calls, end)
-                else:
-                    self._add_text(end)
-            elif self.is_last:
-                return
-            else:
-                yield
+    def _read(self, lexeme: str) -> None:
+        if self.block is not None:
+            if self.block.add(lexeme):
+                self._end_block(self.block)
+        elif lexeme == BLOCK and self.reads_calls:
+            self.block = Block()
+        elif lexeme == THINK and self.may_think:
+            self.pending = []
+            self._pass_tag("reasoning")
+        elif lexeme == END_THINK and self.section != "content":
+            self.section = "reasoning"
+            self._settle()
+            self._pass_tag("content")
+        else:
+            self._add_text(lexeme)
 
-    def _read_block(self, tag: str) -> Waiting[tuple[list[Call], int]]:
-        """Read the block that begins with a tag. Return its calls, if it has nothing else.
-
-        The position is that of the text after the block.
-        """
-        start = len(tag)
-        ends: tuple[str, ...] = (END_TOOL_CALL, TOOL_CALL)  # models forget the first one
-        if tag != TOOL_CALL:
-            start = 0
-            ends = (END_FUNCTION,)
-        if self.in_reasoning:
-            ends += (END_THINK,)
-        _, first = yield from self.skip(start, ("{", "[", FUNCTION))
-        if not first:
-            return [], len(tag)
-        first_end, end = yield from self.find(ends, len(tag))
-        position = first_end
-        for _ in range(MAX_ENDS):
-            after = position + len(end)
-            calls = read_calls(self.text[start : after if start == 0 else position], self.schemas)
-            if calls:
-                return calls, position if end == TOOL_CALL else after
-            if end in ("", END_THINK):
-                break
-            position, end = yield from self.find(ends, after)
-        return [], first_end
-
-    def _add_calls(self, calls: list[Call], end: int) -> Waiting[None]:
-        was_in_reasoning = self.in_reasoning
-        self._end_section(end)
-        for call in calls:
-            self.num_calls += 1
-            if self.num_calls == 1 or self.is_parallel:
-                entry = {
-                    "index": self.num_calls - 1,
-                    "id": f"call_{uuid4().hex}",
-                    "type": "function",
-                    "function": call._asdict(),
-                }
-                self.delta.setdefault("tool_calls", []).append(entry)
-        # Models leave out </think>, or write it after calls.
-        tags = (END_THINK, END_TOOL_CALL) if was_in_reasoning else (END_TOOL_CALL,)
-        position, tag = yield from self.skip(0, tags)
-        if tag:
-            self.take(position + len(tag))
-
-    def _end_section(self, end: int) -> None:
-        self.take(end)
-        self.in_reasoning = False
+    def _pass_tag(self, section: str) -> None:
+        self.section = section
         self.is_after_tag = True
+        self.may_think = False
 
-    def _add_text(self, num_chars: int) -> None:
-        """Add the first characters of the stream to the section that they belong to."""
-        text = self.take(num_chars)
-        name = "reasoning" if self.in_reasoning else "content"
-        if self.in_reasoning:
-            self.reasoning += text
-        elif self.is_after_tag:
-            self.spaces += text
-            if not self.spaces.strip():
-                return
-            text = self.spaces if self.has_content else self.spaces.lstrip()
-            self.spaces = ""
+    def _add_text(self, lexeme: str) -> None:
+        self.pending.append(lexeme)
+        if self.section != "undecided" and not lexeme.isspace():
+            self._settle()
             self.is_after_tag = False
-            self.has_content = True
-        if text:
-            self.delta[name] = self.delta.get(name, "") + text
+            self.may_think = False
+
+    def _settle(self) -> None:
+        """Add the pending text to its section. Spaces beside a tag are text only between words."""
+        text = "".join(self.pending)
+        self.pending = []
+        if self.is_after_tag and self.section == "content" and not self.has_content:
+            text = text.lstrip()
+        if text and not (self.is_after_tag and text.isspace()):
+            self.delta.setdefault(self.section, []).append(text)
+            self.has_content = self.section == "content"
+
+    def _end_block(self, block: Block) -> None:
+        """Add the calls of a block, or its text if it has none."""
+        self.block = None
+        calls = block.read(self.schemas)
+        for call in calls:
+            if self.is_parallel or self.num_calls == 0:
+                entry = {"index": self.num_calls, "id": f"call_{uuid4().hex}", "type": "function"}
+                self.delta.setdefault("tool_calls", []).append({**entry, "function": call})
+                self.num_calls += 1
+        if calls:
+            self._pass_tag("content" if self.section == "content" else "undecided")
+            return
+        self.reads_calls = not block.form
+        first, *others = chain(*block.parts)
+        self._add_text(first)
+        for lexeme in others:
+            self._read(lexeme)

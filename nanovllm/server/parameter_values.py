@@ -1,6 +1,6 @@
 """The values of parameters that a model writes as plain text, as Qwen3.5 does.
 
-The text 12345 is "12345" if the parameter's schema has a string, and 12345 if it has a number.
+The text 12345 is "12345" if the schema of its parameter allows a string, else a number.
 """
 
 import ast
@@ -11,61 +11,47 @@ from typing import Any
 from nanovllm.server.errors import JsonObject
 from nanovllm.utils.helpers import as_list
 
-TYPES: dict[Any, tuple[type, ...]] = {
-    "null": (type(None),),
-    "integer": (int,),
-    "number": (int, float),
-    "array": (list,),
-    "object": (dict,),
+# Types of JSON schemas.
+TYPES: dict[type, str] = {
+    str: "string",
+    bool: "boolean",
+    int: "number",
+    float: "number",
+    list: "array",
+    dict: "object",
+    type(None): "null",
 }
-# Without a type, any value is valid. Numbers and booleans then stay strings.
-DEFAULT_TYPES = ["null", "array", "object"]
 JSON = json.JSONDecoder(strict=False)  # small models write newlines in strings
 # What the parsers and json.dumps raise. The stack of Python's parser can overflow, too.
 ERRORS = (ValueError, SyntaxError, TypeError, RecursionError, MemoryError)
 
 
-def read_value(text: str, schema: object, root: object) -> Any:
+def read_value(text: str, schemas: list[object], root: object) -> Any:
     """Return the value that was written as `text`, in JSON or in Python.
 
-    The first type of the schema that the text fits decides, but null comes before the others. A
-    text that fits none is a str. `root` is the schema that references refer to.
+    The text is a str if one of its schemas allows strings, or if they do not allow the value. null
+    comes before strings. Without a type, only null, arrays and objects are no strings. `root` is
+    the schema that references refer to.
     """
-    constants: list[Any] = []
     types: list[Any] = []
-    for part in list_parts(schema, root):
-        constants += as_list(part.get("enum"))
-        constants += [part["const"]] if "const" in part else []
+    for part in list_parts(schemas, root):
         types += as_list(part.get("type"))
+        for constant in as_list(part.get("enum")) + as_list(part.get("const")):
+            types.append(TYPES[type(constant)])
     value = _read_literal(text)
-    if text in constants:
+    kind = TYPES[type(value)]
+    types = types or ["null", "array", "object"]
+    if "string" in types and value is not None:
         return text
-    if value in constants or (value is None and "null" in types):
-        return value
-    for kind in types if types or constants else DEFAULT_TYPES:
-        if kind == "string":
-            break
-        if _is_of_type(value, kind):
-            return value
-        if kind == "integer" and isinstance(value, float) and value.is_integer():
-            return int(value)  # 3.0 is an integer of JSON Schema
-    return text
+    if kind == "number" and "integer" in types:
+        return int(value) if value % 1 == 0 else value  # 3.0 is an integer
+    return value if kind in types else text
 
 
-def find_properties(schema: object) -> JsonObject:
-    """Return the schemas of a function's parameters by name."""
-    found: JsonObject = {}
-    for part in list_parts(schema, schema):
-        properties = part.get("properties")
-        for name, each in properties.items() if isinstance(properties, dict) else ():
-            found.setdefault(name, {"anyOf": []})["anyOf"].append(each)
-    return found
-
-
-def list_parts(schema: object, root: object) -> list[JsonObject]:
-    """List a schema, those that it refers to, and those that it combines."""
+def list_parts(schemas: list[object], root: object) -> list[JsonObject]:
+    """List schemas, those that they refer to, and those that they combine."""
     parts: dict[int, JsonObject] = {}  # by identity, because references can be circular
-    pending = [schema]
+    pending = list(schemas)
     for part in pending:  # which grows
         if not isinstance(part, dict) or id(part) in parts:
             continue
@@ -90,13 +76,5 @@ def _read_literal(text: str) -> Any:
     """Return a value that is written in JSON or in Python. Others are a str."""
     for read in (JSON.decode, ast.literal_eval):
         with suppress(*ERRORS):
-            value = read(text.strip())
-            json.dumps(value, allow_nan=False)
-            return value
+            return json.loads(json.dumps(read(text.strip()), allow_nan=False))
     return text
-
-
-def _is_of_type(value: object, kind: object) -> bool:
-    if isinstance(value, bool):
-        return kind == "boolean"
-    return isinstance(kind, str) and isinstance(value, TYPES.get(kind, ()))

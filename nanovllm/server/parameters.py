@@ -1,7 +1,8 @@
 """The parameters of each endpoint, and how those that endpoints have in common are read.
 
 null means that a parameter is not given. Every parameter that an endpoint does not read is an error
-that names it, because it could change the result, unless its value says nothing. To add one, add
+that names it, because it could change the result, unless its value says nothing: "", [] and {}, or
+a value of NEUTRAL. false and 0 say nothing only where they are the default. To add a parameter, add
 its name to a set here, and read it in the file of the endpoint. A sampling parameter only needs a
 field of SamplingParams.
 
@@ -27,19 +28,23 @@ IGNORED = set(
     safety_identifier service_tier store user verbosity
     """.split()
 )
-# Values at which a parameter changes nothing, where they are not those of any other name.
+# Names for which false or 0 is the default, and names for which true is.
+FALSE = """
+    continue_final_message early_stopping echo include_stop_str_in_output priority return_token_ids
+    return_token_strs return_tokens_as_token_ids top_logprobs use_beam_search
+"""
 TRUE = """
     add_generation_prompt add_special_tokens detokenize include_reasoning skip_special_tokens
     spaces_between_special_tokens
 """
 NEUTRAL: dict[str, list[Any]] = {
+    **{name: [False] for name in FALSE.split()},
     **{name: [True] for name in TRUE.split()},
     "best_of": [1],
     "function_call": ["none"],
     "length_penalty": [1],
     "modalities": [["text"]],
     "parallel_tool_calls": [True, False],
-    "prompt_logprobs": [],
     "tool_choice": ["none", "auto"],
 }
 
@@ -48,14 +53,14 @@ COMMON = SAMPLING_FIELDS | {"model", "response_format", "stream", "stream_option
 COMPLETION = COMMON | {"prompt", "echo"}
 TOKENIZE_CHAT = set(
     """
-    model messages tools chat_template_kwargs reasoning_effort
+    model messages tools chat_template_kwargs enable_thinking reasoning_effort
     add_generation_prompt add_special_tokens continue_final_message
     """.split()
 )
 CHAT = COMMON | TOKENIZE_CHAT
 CHAT |= set(
     """
-    max_completion_tokens parallel_tool_calls tool_choice top_logprobs
+    include_reasoning max_completion_tokens parallel_tool_calls tool_choice top_logprobs
     """.split()
 )
 
@@ -74,8 +79,7 @@ def select(body: JsonObject, names: Set[str], prefix: str = "") -> JsonObject:
         if name in names:
             given[name] = value
             continue
-        is_neutral = value in NEUTRAL[name] if name in NEUTRAL else not value
-        if not is_neutral and name not in IGNORED:
+        if value not in ("", [], {}, *NEUTRAL.get(name, ())) and name not in IGNORED:
             path = prefix + name
             message = f"{show(path)} with the value {show(value)} is not supported: leave it out"
             raise ApiError(message, path)

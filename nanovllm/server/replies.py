@@ -63,6 +63,7 @@ class Reply:
     ID_PREFIX: ClassVar[str]
     KIND: ClassVar[str]
     CHUNK_KIND: ClassVar[str]
+    NO_TEXT: ClassVar[JsonObject]  # of a chunk
 
     model: str
     stream: StreamOptions
@@ -83,17 +84,26 @@ class Reply:
         raise NotImplementedError
 
     def write_chunk(self, outputs: Outputs) -> str:
-        """Return the events for new `outputs`. A token without text has an event, too."""
+        """Return the events for new `outputs`. A token without text has an event, too.
+
+        The finish reason has an event of its own. OpenAI's clients complete a call only then.
+        """
         self.newest.update(outputs)
         events: list[str] = []
         for index, output in outputs.items():
-            chunk = {**self.head, "choices": [self.write_choice(index, output)]}
+            choice = self.write_choice(index, output)
+            choices = [{**choice, "finish_reason": None}]
+            if choice["finish_reason"] is not None:
+                end = {"index": index, "finish_reason": choice["finish_reason"], "logprobs": None}
+                choices.append({**end, **self.NO_TEXT})
+            usage: JsonObject = {}
             if self.stream.include_usage:
-                chunk["usage"] = None
+                usage["usage"] = None
                 if self.stream.continuous_usage_stats:
                     num_prompt = len(output["prompt_token_ids"])
-                    chunk["usage"] = make_usage(num_prompt, len(output["token_ids"]))
-            events.append(write_event(json.dumps(chunk)))
+                    usage["usage"] = make_usage(num_prompt, len(output["token_ids"]))
+            for each in choices:
+                events.append(write_event(json.dumps({**self.head, "choices": [each], **usage})))
         return "".join(events)
 
     def write_end(self) -> str:

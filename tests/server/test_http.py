@@ -6,6 +6,7 @@ import re
 import sys
 
 import httpx
+import openai
 import pytest
 from server_helpers import (
     CLIENT,
@@ -164,11 +165,26 @@ def test_the_version_and_pings_need_no_key(url):
         assert CLIENT.get(f"{url}/{path}").status_code == 200
 
 
+def test_a_model_can_be_retrieved_by_its_name(tmp_path):
+    """openai-python quotes the slashes of a name."""
+    name = "org/a model"
+    with start(*OPTIONS, "--served-model-name", name) as (url, _):
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
+        (model,) = client.models.list()
+        assert client.models.retrieve(name) == model
+        assert CLIENT.get(f"{url}/v1/models/{name}", headers=HEADERS).json()["id"] == name
+        with pytest.raises(openai.NotFoundError) as caught:
+            client.models.retrieve("other")
+        assert caught.value.code == "model_not_found"
+        assert CLIENT.get(f"{url}/v1/models/{name}").status_code == 401
+
+
 def test_unknown_paths_and_methods_are_named(url):
     response = CLIENT.get(f"{url}/v1/embeddings")
     assert response.status_code == 404
     message = response.json()["error"]["message"]
-    assert message == "Not Found: GET /v1/embeddings"
+    expected = "Not Found: GET /v1/embeddings. The endpoints are /v1/completions, /v1/chat/comp"
+    assert message.startswith(expected)
     response = CLIENT.get(f"{url}/v1/completions")
     assert response.status_code == 405
     assert response.headers["allow"] == "POST"

@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.server import message_parser
-from nanovllm.server.calls import read_calls
-from nanovllm.server.message_parser import MessageParser, find_last_tag
+from nanovllm.server.chat_completions import find_last_tag
+from nanovllm.server.message_parser import MessageParser
 
 THINK, CALL = "<think>", "<tool_call>"
 
@@ -66,11 +65,15 @@ NESTED = (
     "Say <tool_call>\n<function=f>\n<parameter=number>\n1\n</parameter>\n</function>\n</tool_call>"
 )
 CLOSING = "a </parameter> b </function> c </tool_call> d"
+QUOTED_END = "END = '</function></tool_call>'\nmore()"
+UNREADABLE = '<tool_call>{"name": <name>}</tool_call>'
 CASES = {
-    "plain": ("  1 < 2 ", {"content": "1 < 2 "}),
+    "plain": ("  1 < 2 ", {"content": "  1 < 2 "}),
+    "only spaces": (" \n", {"content": " \n"}),
     "reasoning": ("<think>\nSo.\n</think>\n\nYes.", {"reasoning": "\nSo.\n", "content": "Yes."}),
+    "spaces before reasoning": ("\n <think>So</think>Yes", {"reasoning": "So", "content": "Yes"}),
     "no end": ("<think>So <b", {"reasoning": "So <b"}),
-    "no reasoning": ("<think></think>Yes", {"content": "Yes"}),
+    "no reasoning": ("<think>\n\n</think>Yes", {"content": "Yes"}),
     "spaces, another order and more keys": (
         '<tool_call>{ "id": {"b": 2}, "arguments" : {"a": 1 } , "name" : "add"\n } </tool_call>',
         {"tool_calls": [ADD]},
@@ -79,19 +82,14 @@ CASES = {
         write_call(arguments=TAGS) + write_call(),
         {"tool_calls": [["add", TAGS], ADD]},
     ),
-    "open string": (
-        write_call(arguments='{"a": "') + write_call(),
-        {"content": write_call(arguments='{"a": "'), "tool_calls": [ADD]},
-    ),
-    "JSON in a string": (
-        r'<tool_call>{"name": "add", "arguments": "{\"a\": 1}"}</tool_call>',
-        {"tool_calls": [ADD]},
-    ),
-    "no arguments": (write_call("find", "null"), {"tool_calls": [FIND]}),
+    "null arguments": (write_call("find", "null"), {"tool_calls": [FIND]}),
+    "no arguments": ('<tool_call>{"name": "find"}</tool_call>', {"tool_calls": [FIND]}),
     "words around calls": (
         f"\nHi{write_call()}\n{write_call('find', '{}')} \n bye ",
-        {"content": "Hi\n \n bye ", "tool_calls": [ADD, FIND]},
+        {"content": "\nHi\n \n bye ", "tool_calls": [ADD, FIND]},
     ),
+    "spaces around calls": (f" {write_call()} \n{write_call()} ", {"tool_calls": [ADD, ADD]}),
+    "spaces before calls": (f"Hi \n{write_call()} ", {"content": "Hi", "tool_calls": [ADD]}),
     "tags instead of JSON": (
         '<tool_call>\n<function=add>\n<parameter=text>\n1\n"2\n</parameter>\n'
         "<parameter=number>\n1\n</parameter>\n<parameter=other>[2, {}]</parameter>"
@@ -117,72 +115,98 @@ CASES = {
         f"<think>So{write_call()}\n</think>\nYes</think>",
         {"reasoning": "So", "tool_calls": [ADD], "content": "Yes</think>"},
     ),
-    "a call in a value": (write_tags("<parameter=text>", NESTED, "</parameter>"), say(NESTED)),
+    "reasoning that goes on behind a call": (
+        f"<think>I could do {write_call()} but no.</think>No.",
+        {"reasoning": "I could do  but no.", "tool_calls": [ADD], "content": "No."},
+    ),
+    "calls in reasoning without an end": (
+        f"<think>So{write_call()} or {write_call()}\nDone. ",
+        {"reasoning": "So", "tool_calls": [ADD, ADD], "content": "or \nDone. "},
+    ),
     "no parameters": (
-        "<tool_call><function=find></function></tool_call>",
+        "<tool_call><function=find>\n</function>\n</tool_call>",
         {"tool_calls": [FIND]},
     ),
-    "no </parameter>": (write_tags("<parameter=text>", "hello"), say("hello")),
-    "no </parameter> before another": (write_tags(*TEXT[:2], *NUMBER), BOTH),
-    "no <tool_call>": (
-        f"I say: {write_tags(*TEXT).removeprefix('<tool_call>')}\nDone.",
-        {"content": "I say: \n\nDone.", **say("hello")},
-    ),
-    "a value with closing tags": (
-        write_tags("<parameter=text>", CLOSING, "</parameter>") + "Done.",
-        {**say(CLOSING), "content": "Done."},
-    ),
-    "quoted names": (
-        write_tags(*TEXT, *NUMBER)
-        .replace("=add", '="add"')
-        .replace("=text", '="text"')
-        .replace("=number", "='number'"),
-        BOTH,
-    ),
     "a parameter that is given twice": (write_tags(*TEXT, *TEXT), say("hello")),
-    "two functions in a block": (
-        write_tags(*TEXT, "</function>", "<function=add>", *NUMBER),
-        {"tool_calls": [*say("hello")["tool_calls"], ["add", '{"number": 1}']]},
-    ),
     "two objects in a block": (
         '<tool_call>[{"name": "add", "arguments": {"a": 1}},\n'
         '{"arguments": {}, "name": "find"}]</tool_call>',
         {"tool_calls": [ADD, FIND]},
     ),
-    "thoughts about calls": (
-        '<think>Is it <tool_call>{"name": <name>}</tool_call> or <tool_call><function=f> or'
-        f" <tool_call>\n<function=f>\n<parameter=a>?</think>No.{EXAMPLE}",
+    "words about calls": (
+        f"<tool_call>no<tool_call> or <tool_call><function> or <tool_call>{write_call()}",
         {
-            "reasoning": 'Is it <tool_call>{"name": <name>}</tool_call> or <tool_call><function=f>'
-            " or <tool_call>\n<function=f>\n<parameter=a>?",
-            "content": "No.",
-            **say("hello"),
+            "content": "<tool_call>no<tool_call> or <tool_call><function> or <tool_call>",
+            "tool_calls": [ADD],
         },
     ),
-    "no closing tag": (
-        write_call().removesuffix("</tool_call>")
-        + "<tool_call>no<tool_call>{}"
-        + write_call("find", "{}"),
-        {"tool_calls": [ADD, FIND], "content": "<tool_call>no<tool_call>{}"},
+    # What a value quotes is never a call.
+    "a call in a value": (write_tags("<parameter=text>", NESTED, "</parameter>"), say(NESTED)),
+    "four calls in a value": (
+        write_tags("<parameter=text>", f"{NESTED}\n{write_call()}" * 4, "</parameter>"),
+        say(f"{NESTED}\n{write_call()}" * 4),
+    ),
+    "a value with the end of a function": (
+        write_tags("<parameter=text>", QUOTED_END, "</parameter>", *NUMBER),
+        {"tool_calls": [["add", json.dumps({"text": QUOTED_END, "number": 1})]]},
+    ),
+    "a value with the start of a function": (
+        write_tags("<parameter=text>", "<function=add> <function=", "</parameter>"),
+        say("<function=add> <function="),
+    ),
+    "a value with closing tags": (
+        write_tags("<parameter=text>", CLOSING, "</parameter>") + "Done.",
+        {**say(CLOSING), "content": "Done."},
+    ),
+    "a value with opening and closing tags": (
+        write_tags("<parameter=text>", "r'<parameter=a>(.*)</parameter>'\nx", "</parameter>"),
+        say("r'<parameter=a>(.*)</parameter>'\nx"),
+    ),
+    "a value that is cut at three tags in a row": (
+        write_tags("<parameter=text>", "a</parameter></function></tool_call>", "</parameter>"),
+        {**say("a"), "content": "</parameter>\n</function>\n</tool_call>"},
+    ),
+    "reasoning behind a call that cannot be read": (
+        f"<think>Is it {UNREADABLE} or {EXAMPLE}?</think>No. {EXAMPLE}",
+        {"reasoning": f"Is it {UNREADABLE} or {EXAMPLE}?", "content": f"No. {EXAMPLE}"},
     ),
 }
 
 
-# What is no call stays as text.
-TEXTS = [
+# Blocks that begin as calls and cannot be read. They are text, and so is a call behind them.
+UNREADABLE_BLOCKS = [
+    UNREADABLE,
     r'<tool_call>{"name": "add", "arguments": {"text": "C:\path\n"}}</tool_call>',
     '<tool_call>{"arguments": {"a": NaN}, "name": "add"}</tool_call>',
     '<tool_call>{"name": null, "arguments": {}}</tool_call>',
-    "Write <function=find></function> for that.",
-    write_call("add 1") + write_tags().replace("=add", "=add 1"),
-    write_tags(*TEXT[:2]).partition("lo")[0],
-    write_tags(*TEXT).replace("</function>\n", ""),
-    f"{write_tags(*TEXT).partition('</function>')[0]}<para",
-    f"So: {write_tags(*TEXT, '</function>', 'Really.', '<function=add>')} Yes.",
+    '<tool_call>{"name": "add", "arguments": "{}"}</tool_call>',
+    '<tool_call>["add", {}]</tool_call>',
+    "<tool_call>[]</tool_call>",
+    "<tool_call>{}</tool_call>",
+    write_call().removesuffix("</tool_call>"),
     write_call()[:-15],
-    EXAMPLE.partition("<parameter")[0],
-    EXAMPLE.partition("</function>")[0],
+    write_call(arguments='{"a": "'),
+    write_tags(*TEXT).replace("=add", "=add 1"),
+    write_tags(*TEXT).replace("=add", '="add"'),
+    write_tags("add"),
+    write_tags(*TEXT[:2]),
+    write_tags(*TEXT[:2], *NUMBER),
+    write_tags(*TEXT, "</function>", "<function=add>", *NUMBER),
+    write_tags("<parameter=text>", NESTED),
+]
+TEXTS = [
+    "Write <function=find></function> for that.",
+    EXAMPLE.removeprefix("<tool_call>"),
     "See <function=add>",
+    "</tool_call> <tool_call",
+    # Blocks that max_tokens cuts.
+    EXAMPLE.partition("<parameter")[0],
+    EXAMPLE.partition("lo")[0],
+    EXAMPLE.partition("</parameter>")[0] + "</para",
+    EXAMPLE.partition("</function>")[0],
+    write_tags("<parameter=text>", NESTED).partition("\n</function>\n</tool_call>\n")[0],
+    *UNREADABLE_BLOCKS,
+    *[block + EXAMPLE for block in UNREADABLE_BLOCKS],
 ]
 CASES |= {text: (text, {"content": text}) for text in TEXTS}
 
@@ -225,7 +249,7 @@ def test_a_stream_adds_up_to_the_whole_reply(text, data):
     assert indices == list(range(len(indices))), "one entry for each call"
     without_reasoning, _ = parse([text], parses_reasoning=False)
     if "tool_calls" not in without_reasoning:
-        assert without_reasoning.get("content", "") == text.lstrip(), "nothing is lost"
+        assert without_reasoning.get("content", "") == text, "nothing is lost"
 
 
 @pytest.mark.parametrize(
@@ -233,32 +257,36 @@ def test_a_stream_adds_up_to_the_whole_reply(text, data):
     [
         "<tool_call>",
         "</tool_call>",
+        "<tool_call> ",
         "<tool_call><function=add>\n<parameter=text>",
-        "<function=add><parameter=text>",
         '<tool_call>{"a',
         '<tool_call>{"name": "add", "arguments": {"a": "</tool_call>',
-        "<tool_call><function=add><parameter=text></tool_call>",
-        "</parameter></function>",
+        "<tool_call><function=add><parameter=text></parameter> </function> ",
+        "</think><",
     ],
 )
-def test_each_tag_is_read_a_bounded_number_of_times(part, monkeypatch):
-    """A model that repeats itself must not hold up the server."""
+def test_each_character_is_looked_at_a_bounded_number_of_times(part):
+    """1 MB of a model that repeats itself, one character at a time."""
+    text = "<think>" + part * (125_000 // len(part)) + "!"
     num_chars = 0
-    pieces = ["<think>", *[part] * 500, "</parameter></function>!"]
 
-    def count(text, schemas):
-        nonlocal num_chars
-        num_chars += len(text)
-        assert num_chars < 40 * len("".join(pieces))
-        return read_calls(text, schemas)
+    class Counting(MessageParser):
+        def _read(self, lexeme):
+            nonlocal num_chars
+            num_chars += len(lexeme)
+            super()._read(lexeme)
 
-    monkeypatch.setattr(message_parser, "read_calls", count)
-    parse(pieces)
+    parser = Counting(True, [TOOL], True, "")
+    for char in text:
+        parser.feed(char, is_last=False)
+        assert len(parser.tail) < len("</tool_call>")
+    parser.feed("", is_last=True)
+    assert num_chars <= 2 * len(text)
 
 
 def test_text_is_sent_as_soon_as_it_cannot_begin_a_tag():
     _, deltas = parse(["<think>So <", "/b> ", "</think", "> A", " < B"])
-    assert [delta.get("reasoning") for delta in deltas] == ["So ", "</b> ", None, None, None]
+    assert [delta.get("reasoning") for delta in deltas] == ["So", " </b>", None, " ", None]
     assert [delta.get("content") for delta in deltas] == [None, None, None, "A", " < B"]
 
 
@@ -296,7 +324,7 @@ def test_only_requested_tags_are_parsed():
     text = f" <think>So.</think>{write_call()}"
     assert parse(text, False, [])[0] == {"content": text}
     assert parse(text, False)[0] == {
-        "content": "<think>So.</think>",
+        "content": " <think>So.</think>",
         "tool_calls": [ADD],
     }
     assert parse(text, tools=[])[0] == {"reasoning": "So.", "content": write_call()}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nanovllm.server.parameter_values import find_properties, read_value
+from nanovllm.server.parameter_values import read_value
 
 DEEP = {"type": "string"}
 for _ in range(2000):
@@ -30,17 +30,23 @@ NULLABLE = {"anyOf": [STRING, {"type": "null"}]}
         ({"allOf": [{"$ref": "#/$defs/text"}], "description": "zip"}, "12345", "12345"),
         (DEEP, "12345", "12345"),
         ({"const": "12345"}, "12345", "12345"),
-        ({"enum": ["1", 2, None, True]}, "1", "1"),
-        ({"enum": ["1", 2, None, True]}, "True", True),
+        ({"enum": ["1", "True"]}, "True", "True"),
+        ({"enum": [1, 2, None, True]}, "True", True),
+        ({"enum": ["none", "nil"]}, "none", "none"),
+        ({"enum": [1, 2.5]}, "2.5", 2.5),
         # Without a type: as in vLLM, but arrays, objects and null are hardly meant as text.
         ({}, "12345", "12345"),
         ({"description": "any"}, "null", None),
         (None, "[2, {}]", [2, {}]),
         ({"type": ["unknown", []], "anyOf": 3, "enum": "ab"}, "a", "a"),
+        ({"enum": [{}], "const": None}, "{}", {}),
         (NULLABLE, "null", None),
         (NULLABLE, "true", "true"),
         ({"type": ["string", "array"]}, "[]", "[]"),
-        ({"type": ["array", "string"]}, "[]", []),
+        ({"type": ["array", "string"]}, "[]", "[]"),
+        ({"type": ["integer", "string"]}, "007", "007"),
+        (NULLABLE, "None", None),
+        (STRING, "null", "null"),
         ({"oneOf": [{"type": "integer"}, STRING]}, "five", "five"),
         ({"type": "boolean"}, "\ntrue ", True),
         ({"type": "integer"}, "+5", 5),
@@ -48,8 +54,11 @@ NULLABLE = {"anyOf": [STRING, {"type": "null"}]}
         ({"type": "integer"}, "9007199254740993", 9007199254740993),
         ({"type": "integer"}, "1" * 5000, "1" * 5000),
         ({"type": "number"}, "+.5", 0.5),
+        ({"type": "number"}, "5", 5),
+        ({"type": "integer"}, "5.5", 5.5),
+        ({"type": "integer"}, "true", "true"),
         ({"type": "number"}, "NaN", "NaN"),
-        ({"type": "array"}, "['a', True, None, (1,)]", ["a", True, None, (1,)]),
+        ({"type": "array"}, "['a', True, None, (1,)]", ["a", True, None, [1]]),
         ({"type": "array"}, "[open('x')]", "[open('x')]"),
         ({"type": "array"}, "[" * 1000, "[" * 1000),
         ({"type": "object"}, "{'a': {'b': 1}}", {"a": {"b": 1}}),
@@ -57,26 +66,18 @@ NULLABLE = {"anyOf": [STRING, {"type": "null"}]}
     ],
 )
 def test_the_schema_decides(schema, text, expected):
-    value = read_value(text, schema, DEFINITIONS)
+    value = read_value(text, [schema], DEFINITIONS)
     assert value == expected
     assert type(value) is type(expected)
 
 
-def test_the_parameters_of_a_function_can_be_in_parts_of_its_schema():
-    schema = {
-        "$defs": {"parts": {"properties": {"a": STRING}}},
-        "$ref": "#/$defs/parts",
-        "anyOf": [{"properties": {"b": STRING}}, {"properties": {"b": {"type": "null"}}}, 5],
-    }
-    found = find_properties(schema)
-    assert found.keys() == {"a", "b"}
-    assert read_value("12345", found["a"], schema) == "12345"
-    assert read_value("null", found["b"], schema) is None
-    for invalid in (None, {"properties": 5}, {"$ref": 5, "anyOf": {}}):
-        assert find_properties(invalid) == {}
+def test_all_schemas_of_a_parameter_decide():
+    assert read_value("12345", [{"type": "integer"}, STRING], {}) == "12345"
+    assert read_value("null", [STRING, {"type": "null"}], {}) is None
+    assert read_value("12345", [None, 5], {}) == "12345"
 
 
 def test_references_are_followed_once():
     """Each level doubles the paths."""
     levels = {f"level{i}": {"anyOf": [{"$ref": f"#/level{i + 1}"}] * 2} for i in range(60)}
-    assert read_value("1", {"$ref": "#/level0"}, {**levels, "level60": STRING}) == "1"
+    assert read_value("1", [{"$ref": "#/level0"}], {**levels, "level60": STRING}) == "1"

@@ -10,7 +10,7 @@ from server_helpers import parse_body
 from nanovllm import SamplingParams
 from nanovllm.features.structured_outputs.grammars import StructuredOutputs
 from nanovllm.server.errors import ApiError
-from nanovllm.server.parameters import CHAT, COMPLETION, IGNORED, NEUTRAL
+from nanovllm.server.parameters import CHAT, COMPLETION, FALSE, IGNORED, NEUTRAL
 from nanovllm.server.tokenization import detokenize, tokenize
 
 QUESTION = [{"role": "user", "content": "What is 12 + 30?"}]
@@ -36,7 +36,8 @@ def reject(llm, body, is_chat=True):
 @pytest.mark.parametrize("is_chat, names", [(True, CHAT), (False, COMPLETION)])
 def test_values_that_say_nothing_change_nothing(llm, is_chat, names):
     expected = parse_body(llm, VALID[is_chat], is_chat)
-    accepted = [("unknown", value) for value in (None, False, 0, 0.0, "", [], {})]
+    accepted = [("unknown", value) for value in (None, "", [], {})]
+    accepted += [(name, 0.0) for name in set(FALSE.split()) - names]
     accepted += [(name, {"any": ["value"]}) for name in IGNORED]
     accepted += [(name, value) for name in NEUTRAL.keys() - names for value in NEUTRAL[name]]
     accepted += [(name, None) for name in names - VALID[is_chat].keys()]
@@ -47,7 +48,7 @@ def test_values_that_say_nothing_change_nothing(llm, is_chat, names):
 @pytest.mark.parametrize("is_chat, names", [(True, CHAT), (False, COMPLETION)])
 def test_other_values_are_rejected_by_name(llm, is_chat, names):
     for name in ["unknown", "max_new_tokens", *NEUTRAL.keys() - names]:
-        for other in ("x", [3], {"x": 1}, 7):
+        for other in ("x", [3], {"x": 1}, 7, *([False, 0] if name not in NEUTRAL else ())):
             error = reject(llm, {name: other}, is_chat)
             assert error.param == name
             assert name in error.message
@@ -68,7 +69,15 @@ def test_other_values_are_rejected_by_name(llm, is_chat, names):
         (True, {"top_logprobs": 1}, "top_logprobs"),
         (True, {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         (True, {"logprobs": 3}, "logprobs"),
-        (False, {"echo": True, "max_tokens": 0}, "max_tokens"),
+        (False, {"echo": False, "max_tokens": 0}, "max_tokens"),
+        (False, {"echo": True, "max_tokens": False}, "max_tokens"),
+        (True, {"max_tokens": 0}, "max_tokens"),
+        (True, {"enable_thinking": "no"}, "enable_thinking"),
+        (False, {"enable_thinking": False}, "enable_thinking"),
+        (False, {"include_reasoning": False}, "include_reasoning"),
+        (True, {"think": False}, "think"),
+        (True, {"thinking_budget": 0}, "thinking_budget"),
+        (True, {"do_sample": False}, "do_sample"),
         (True, {"messages": []}, "messages"),
         (False, {"tool_choice": "required"}, "tool_choice"),
         (True, {"tools": [TOOL]}, "tools"),  # the template ignores them
@@ -164,9 +173,29 @@ NEUTRAL_VALUES = {
 }
 
 
+@pytest.mark.parametrize("endpoint", [partial(parse_body, is_chat=True), tokenize])
+def test_thinking_can_be_chosen_as_in_qwens_own_programs(llm, monkeypatch, endpoint):
+    """At the top level of a body, or as a variable of the template."""
+    monkeypatch.setattr(llm.tokenizer, "chat_template", "{{ enable_thinking }}")
+
+    def render(**body):
+        result = endpoint(body={**VALID[True], **body}, llm=llm)
+        ids = result["tokens"] if endpoint is tokenize else result.prompts[0].token_ids
+        return llm.tokenizer.decode(ids)
+
+    for value in (False, True):
+        variables = {"chat_template_kwargs": {"enable_thinking": value}}
+        assert render(enable_thinking=value) == render(**variables) == str(value)
+        assert render(enable_thinking=value, **variables) == str(value)
+        with pytest.raises(ApiError, match="contradicts") as caught:
+            render(enable_thinking=not value, **variables)
+        assert caught.value.param == "enable_thinking"
+
+
 @pytest.mark.parametrize(
     "body, expected",
     [
+        ({"response_format": {}}, {}),
         ({"max_tokens": 16.0}, {"max_tokens": 16}),
         ({"max_tokens": 10**6}, {"max_tokens": 10**6}),  # max_model_len ends the sequence
         ({"max_tokens": 5, "max_completion_tokens": 6}, {"max_tokens": 6}),

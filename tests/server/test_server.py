@@ -86,9 +86,12 @@ def test_a_stream_adds_up_to_the_reply_and_ends_with_the_usage(url):
     logprobs = []
     for number, chunk in enumerate(chunks, 1):
         (part,) = chunk["choices"]
+        if number == len(chunks):
+            assert part == {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "stop"}
+            break
+        assert part["finish_reason"] is None
         text += part["delta"]["content"]
         logprobs += part["logprobs"]["content"]
-        assert part["finish_reason"] == ("stop" if number == len(chunks) else None)
     assert text == choice["message"]["content"]
     assert logprobs == choice["logprobs"]["content"]
 
@@ -128,6 +131,26 @@ def test_echo_scores_the_prompt(client, llm):
     assert others == pytest.approx(logprobs, abs=1e-4)
 
 
+@pytest.mark.parametrize("options", [{}, {"logprobs": 2}, {"logprobs": 0, "n": 2}], ids=str)
+def test_no_tokens_and_echo_score_the_prompt_only(url, options):
+    body = {"prompt": ["What is", [20, 30, 40]], "echo": True, "seed": 3, **options}
+    whole = post(url, {**body, "max_tokens": 0}).json()
+    longer = post(url, {**body, "max_tokens": 1}).json()
+    for choice, other in zip(whole["choices"], longer["choices"], strict=True):
+        assert choice["finish_reason"] == "length"
+        assert other["text"].startswith(choice["text"])
+        for name, values in (choice["logprobs"] or {}).items():
+            assert values == other["logprobs"][name][:-1]
+    assert whole["usage"]["completion_tokens"] == 0
+    assert whole["usage"]["prompt_tokens"] == longer["usage"]["prompt_tokens"]
+    chunks = read_events(post(url, {**body, "max_tokens": 0, "stream": True}).text)
+    texts = dict.fromkeys(range(len(whole["choices"])), "")
+    for chunk in chunks:
+        (part,) = chunk["choices"]
+        texts[part["index"]] += part["text"]
+    assert list(texts.values()) == [choice["text"] for choice in whole["choices"]]
+
+
 class Sum(pydantic.BaseModel):
     number: Literal[1, 2]
     sign: Literal["+", "-"]
@@ -152,6 +175,7 @@ def test_formats_and_required_calls_are_valid_json(client):
         kinds = [event.type for event in events]
         (choice,) = events.get_final_completion().choices
     assert "tool_calls.function.arguments.delta" in kinds
+    assert kinds.count("tool_calls.function.arguments.done") == 1
     assert isinstance(choice.message.tool_calls[0].function.parsed_arguments, Sum)
 
 

@@ -154,6 +154,44 @@ def test_tools_are_shown_to_the_model_unless_it_must_not_call_them(llm, choice):
     assert reply["finish_reason"] == ("stop" if choice == "none" else "tool_calls")
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": ADD["function"]}])
+def test_a_required_call_that_is_cut_is_no_content(llm, choice):
+    for text in (CALL[:-5], f"<think>so</think>{CALL[:30]}"):
+        (whole,) = answer(llm, text, "length", parses_reasoning=True, tool_choice=choice)
+        assert whole["message"]["content"] is None
+        assert whole["finish_reason"] == "length"
+        parts = answer(llm, text, "length", parses_reasoning=True, tool_choice=choice, stream=True)
+        assert not any("content" in part["delta"] for part in parts)
+    (cut,) = answer(llm, f"{CALL}\n{CALL[:30]}", "length", tool_choice=choice)
+    assert [call["function"] for call in cut["message"]["tool_calls"]] == [FUNCTION]
+    assert cut["message"]["content"] is None
+
+
+def test_the_end_of_a_call_has_a_chunk_of_its_own(llm):
+    *_, call, end = answer(llm, CALL, stream=True)
+    assert call["finish_reason"] is None
+    assert call["delta"]["tool_calls"][0]["function"] == FUNCTION
+    assert end == {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "tool_calls"}
+
+
+@pytest.mark.parametrize("parses_reasoning", [False, True])
+def test_the_first_space_of_a_reply_is_content(llm, parses_reasoning):
+    """A message that is continued needs it."""
+    (choice,) = answer(llm, " Paris", parses_reasoning=parses_reasoning)
+    assert choice["message"]["content"] == " Paris"
+    parts = answer(llm, " Paris", parses_reasoning=parses_reasoning, stream=True)
+    assert "".join(part["delta"].get("content", "") for part in parts) == " Paris"
+
+
+def test_reasoning_can_be_left_out(llm):
+    reply = reply_to(llm, "<think>So, so.</think>Yes", include_reasoning=False)
+    message = reply["choices"][0]["message"]
+    assert message == {"role": "assistant", "content": "Yes", "refusal": None}
+    assert reply["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
+    chunks = reply_to(llm, "<think>So, so.</think>Yes", include_reasoning=False, stream=True)
+    assert "reasoning" not in str(chunks)
+
+
 def test_reasoning_has_two_names(llm):
     text = f"<think>So.</think>\n\n{CALL}"
     (choice,) = answer(llm, text, parses_reasoning=True)
