@@ -74,6 +74,9 @@ async def handle_error(request: Request, error: Exception) -> Response:
     """Turn an exception into an error object. uvicorn logs the traceback of unexpected ones."""
     if isinstance(error, HTTPException):  # an unknown path or method
         message = f"{error.detail}: {request.method} {show_path(request)}"
+        if error.status_code == 404:  # often, a client's base_url lacks /v1
+            paths = [route.path for route in request.app.routes if route.path.startswith("/v1/")]
+            message += f". The endpoints are {', '.join(paths)}"
         error = ApiError(message, status=error.status_code, headers=error.headers)
     elif isinstance(error, ClientDisconnect):
         error = ApiError("the client has disconnected", status=499)

@@ -70,6 +70,7 @@ class Api:
             self.post("/tokenize", tokenize),
             self.post("/detokenize", detokenize),
             Route("/v1/models", self.list_models),
+            Route("/v1/models/{name:path}", self.show_model),
             Route("/version", self.show_version),
             Route("/ping", self.check_health),
             Route("/health", self.check_health),
@@ -136,7 +137,15 @@ class Api:
 
     async def list_models(self, request: Request) -> Response:
         self._authorize(request)
-        model = {
+        return respond({"object": "list", "data": [self._describe_model()]})
+
+    async def show_model(self, request: Request) -> Response:
+        self._authorize(request)
+        self._check_model(request.path_params["name"])
+        return respond(self._describe_model())
+
+    def _describe_model(self) -> JsonObject:
+        return {
             "id": self.model,
             "object": "model",
             "created": int(time.time()),
@@ -144,7 +153,6 @@ class Api:
             "root": self.root,  # vllm bench serve loads its tokenizer from here
             "max_model_len": self.engine.llm.max_model_len,
         }
-        return respond({"object": "list", "data": [model]})
 
     async def check_health(self, request: Request) -> Response:
         self.engine.raise_if_stopped()
