@@ -7,7 +7,7 @@ import threading
 import time
 
 import pytest
-from browser import needs_browser, run_script
+from browser import FIND_WIDE, needs_browser, run_script
 from server_helpers import CLIENT, post, start, stream
 
 from nanovllm import DEMO_MODEL, SamplingParams
@@ -257,6 +257,35 @@ def test_the_page_follows_and_goes_back(url, tmp_path):
     assert "Step 11." in last
     assert "A is admitted. This step computes all 20 tokens of its prompt." in first
     assert rest == [["11 / 11", "0 / 11", "#run=0&step=0", "start", "12 steps"], "1", 0, ""]
+
+
+@needs_browser
+def test_the_page_says_what_an_idle_engine_waits_for(url, tmp_path):
+    """Also to readers of a phone."""
+    path = save_live_page(tmp_path, url, read_messages(url))
+    seen = run_script(
+        path,
+        """
+        for (const message of MESSAGES) {
+          EventSource.source.onmessage({ data: JSON.stringify(message) });
+        }
+        const seen = [$("state").textContent];
+        let answer;
+        fetch = () => new Promise((resolve) => { answer = resolve; });
+        const bodies = [{}, { params: { structured_outputs: { regex: "a" } } }];
+        for (const body of bodies) {
+          const posted = post("prompts", body);
+          seen.push($("state").textContent);
+          answer({ json: async () => ({}) });
+          await posted;
+        }
+        seen.push($("state").textContent);
+        FIND_WIDE
+        return [seen, findWide()];
+        """.replace("FIND_WIDE", FIND_WIDE),
+        "--window-size=500,900",
+    )
+    assert seen == [["idle", "preparing a request", "compiling a grammar", "idle"], []]
 
 
 # Plays all scenes before the page has received an engine of them, and returns what it sends.
