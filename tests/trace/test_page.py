@@ -329,7 +329,8 @@ def test_the_narrative_of_the_example(example_page):
         "C is admitted.* 27 of its 30 tokens.*budget.*D waits.*budget",
         (0, 4): "D is admitted.* all 9 tokens.*C .*last chunk.*3 tokens.*A and B decode",
         (0, 11): "A needs a block.*D, the newest .*preempted.* 23, 19, 18 and 17.*3 of these 4.*"
-        "Block 23 goes to A. Block 19 of D goes to C. It is evicted.*D waits.*16 tokens need 4 blocks.* 2 are free",
+        "Block 23 goes to A. Block 19 of D goes to C. It is evicted.*"
+        "D waits.*16 tokens need 4 blocks.* 2 are free",
         (0, 13): r'A, B and C decode: .*A finishes \("length"\)',
         (0, 14): "D is readmitted.*hit.*block 17.* 4 tokens.*recomputes the other 12",
         (1, 4): "A and B are not scheduled.*D waits.* 2 tokens",
