@@ -22,6 +22,8 @@ from starlette.routing import Route
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm.config import Config
 from nanovllm.engine.scheduler import POLICIES
+from nanovllm.features.speculation.costs import StepCosts
+from nanovllm.features.speculation.drafts import Drafts
 from nanovllm.server.engine_thread import EngineThread, Stream
 from nanovllm.server.errors import JsonObject, blaming
 from nanovllm.server.openai_api import Endpoint
@@ -131,6 +133,10 @@ class Playground(EngineThread):
         """Record the steps of a new engine."""
         self.timeline = LiveTimeline()
         self.llm.add_feature(Recorder(self.timeline))
+        for feature in self.llm.features:
+            if isinstance(feature, Drafts):
+                # Measured costs would decide against drafts on a slow or busy machine.
+                feature.costs = StepCosts(per_token=0.0)
 
     # In the engine thread.
 

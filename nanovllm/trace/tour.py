@@ -26,12 +26,14 @@ from nanovllm.trace.timeline import TraceFile
 from nanovllm.utils.helpers import run_program
 
 MODEL = str(Path(__file__).parents[1] / "checkpoints" / "demo_model")
-# Four requests of 22, 16, 30 and 9 tokens. B is a prefix of A, and arrives with C and D later.
+# Four texts of 22, 16, 30 and 9 tokens, which the demo model can continue. B is a prefix of A, and
+# arrives with C and D later.
+_INTRODUCTION = "I am a tiny language model with about two and a half million parameters. I"
 PROMPTS = {
-    "A": "You are a small and friendly assistant. What is 12 + 30?",
-    "B": "You are a small and friendly assistant. What is ",
-    "C": "All prime numbers within 100: 2, 3, 5, 7, 11, 13, 17, 19,",
-    "D": "count from 3 to 17",
+    "A": f"{_INTRODUCTION} show how an engine works:",
+    "B": _INTRODUCTION,
+    "C": "Counting from 1 to 100: 1, 2, 3, 4, 5, 6, 7, 8, 9, 10",
+    "D": "The prime numbers within 100 are",
 }
 NUM_OUTPUT_TOKENS = 14
 NUM_STEPS_OF_A = 3  # before the others arrive

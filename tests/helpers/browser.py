@@ -8,6 +8,15 @@ import subprocess
 
 import pytest
 
+# JavaScript that lists what does not fit a phone. A headless window has at least 500 pixels.
+FIND_WIDE = """
+function findWide() {
+  document.documentElement.style.width = "390px";
+  const all = [...document.querySelectorAll("body *")];
+  const wide = all.filter((element) => element.getBoundingClientRect().right > 391);
+  return wide.map(({ tagName, id }) => `${tagName} ${id}`);
+}
+"""
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 BROWSER = next(filter(None, map(shutil.which, NAMES)), None)
 needs_browser = pytest.mark.skipif(

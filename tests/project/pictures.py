@@ -33,6 +33,7 @@ text {{ font: 12px system-ui, sans-serif; fill: #6e7781; }}
 .title {{ font-size: 13px; font-weight: 700; }}
 .middle {{ text-anchor: middle; }}
 .on {{ fill: #ffffff; text-anchor: middle; }}
+.small {{ font-size: 10px; }}
 .A {{ fill: #4c8dd6; }} .B {{ fill: #d9822b; }} .C {{ fill: #3fa66a; }} .D {{ fill: #b05fc4; }}
 .E {{ fill: #7d8590; }} .bare {{ fill: none; }}
 .box {{ fill: #8c959f; fill-opacity: 0.1; stroke: #8c959f; }}
@@ -150,7 +151,8 @@ def prefix_hit(picture):
         for index, block_id in enumerate(seq.block_table):
             text = engine.tokenizer.decode(seq.token_ids[4 * index : 4 * index + 4])
             x = 140 + 148 * index
-            picture.box(x, 172, 146, 22, "B", text)
+            picture.box(x, 172, 146, 22, "B")
+            picture.text(x + 73, 187, text, "on small")
             picture.notes(f"M{x + 73},218 L{176 + 74 * block_id},250")
     picture.notes("""
         20 54 before: A runs
