@@ -9,7 +9,8 @@ chained hash, which covers its own tokens and the hash of the block before it:
 
 A cached block is a full block that is listed in `hash_to_block_id`, so other sequences can hit it.
 A block with the same content as a cached one is an uncached duplicate. Two sequences can compute it
-at the same time, or a hit can end before it.
+at the same time, or a hit can end before it. If its cached copy was evicted when its sequence
+releases it, the duplicate is cached itself.
 
 A freed block keeps its content until it is taken for other tokens. `free_block_ids` is the
 eviction order: uncached blocks first, then the least recently used ones. Within a sequence the tail
@@ -37,6 +38,7 @@ class Block:
     ref_count: int = 0
     hash: int = -1
     token_ids: list[int] = field(default_factory=list)
+    is_duplicate: bool = False
 
     @property
     def is_cached(self) -> bool:
@@ -156,6 +158,7 @@ class BlockManager:
         block_id, _ = self.free_block_ids.popitem(last=False)
         self.uncache(block_id)
         self.blocks[block_id].ref_count = 1
+        self.blocks[block_id].is_duplicate = False
         return block_id
 
     def cache_full_blocks(self, seq: Sequence, start: int, end: int) -> None:
@@ -176,9 +179,10 @@ class BlockManager:
         if not self.enable_prefix_caching:
             return
         block_hash = self._hash(seq, index)
-        if block_hash in self.hash_to_block_id:  # cached already, or a duplicate
-            return
         block = self.blocks[block_id]
+        block.is_duplicate = self.hash_to_block_id.get(block_hash, block_id) != block_id
+        if block_hash in self.hash_to_block_id:
+            return
         block.hash = block_hash
         block.token_ids = self._tokens(seq, index)
         self.hash_to_block_id[block_hash] = block_id
@@ -216,6 +220,10 @@ class BlockManager:
     def release_block(self, seq: Sequence, index: int, block_id: int) -> None:
         """Remove block `index` of `seq` from one block table."""
         block = self.blocks[block_id]
+        is_known = (index + 1) * self.block_size <= len(seq.token_ids)
+        if block.is_duplicate and is_known and seq.finish_reason != "error":
+            # If its cached copy was evicted, the blocks behind it could not be hit without it.
+            self.cache_block(seq, index, block_id)
         block.ref_count -= 1
         if block.ref_count == 0:
             # A cached block is the last to be taken, and an uncached block the first.

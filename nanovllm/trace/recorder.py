@@ -126,9 +126,17 @@ class Recorder(Feature):
 
     def releasing(self, seq: Sequence) -> None:
         if seq.finish_reason is None:
+            manager = self.scheduler.block_manager
             self.preempted[seq.lane] = {
                 "request_id": seq.seq_id,
                 "blocks": list(seq.block_table),
+                # Duplicates whose cached copies were evicted.
+                "late_blocks": [
+                    block_id
+                    for index, block_id in enumerate(seq.block_table)
+                    if manager.blocks[block_id].is_duplicate
+                    and seq.block_hashes[index] not in manager.hash_to_block_id
+                ],
             }
 
     def sampled(self, step: Step, token_ids: list[list[int]]) -> list[list[int]]:

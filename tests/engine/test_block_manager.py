@@ -167,6 +167,42 @@ def test_a_listed_copy_is_evicted_after_the_successors_of_its_duplicate():
     assert list(manager.free_block_ids) == [2, 4, 1, 5, 3, 0]
 
 
+def test_a_duplicate_is_cached_if_its_cached_copy_was_evicted():
+    """Otherwise block 3, which stays cached, could not be hit."""
+    manager, first, second = make_duplicates()
+    manager.release(first)
+    other = serve(manager, 7, 7, 7, 7, 7)  # takes block 0, the cached copy
+    assert 0 in other.block_table
+    assert find_hits(manager, 1, 1, 2, 2, 3) == []
+    manager.release(second)
+    assert find_hits(manager, 1, 1, 2, 2, 3) == [2, 3]
+    assert list(manager.free_block_ids)[-2:] == [3, 2], "the tail is evicted before the head"
+
+
+def test_an_error_caches_no_duplicate():
+    manager, first, second = make_duplicates()
+    manager.release(first)
+    serve(manager, 7, 7, 7, 7, 7)
+    manager.uncache_sequence(second)
+    second.finish_reason = "error"
+    manager.release(second)
+    assert find_hits(manager, 1, 1, 2, 2, 3) == []
+
+
+def test_a_block_that_was_uncached_because_of_an_error_is_no_duplicate():
+    """Another sequence that shares it can be aborted before its own logits are NaN."""
+    manager = BlockManager(6, BLOCK_SIZE)
+    first = serve(manager, 1, 1, 2)
+    second = serve(manager, 1, 1, 3)
+    assert second.block_table[0] == first.block_table[0]
+    manager.uncache_sequence(first)
+    first.finish_reason = "error"
+    manager.release(first)
+    second.finish_reason = "abort"
+    manager.release(second)
+    assert find_hits(manager, 1, 1, 4) == []
+
+
 # --- any order of calls
 
 

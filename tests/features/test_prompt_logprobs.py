@@ -1,5 +1,7 @@
 """prompt_logprobs are those of transformers' forward pass, whatever steps compute a prompt."""
 
+from dataclasses import replace
+
 import pytest
 from conftest import check_invariants, generate_ids, greedy, random_prompt
 
@@ -55,6 +57,17 @@ def test_they_match_transformers(tiny, make_llm, check, options):
             check_invariants(llm)
         if "num_kvcache_blocks" in options:
             assert llm.stats["num_preemptions"] > 0
+
+
+@pytest.mark.parametrize("num_blocks", [8, 10, 12])
+def test_scoring_a_cached_prompt_keeps_it_in_the_cache(make_llm, num_blocks):
+    """It is computed again, and its cached blocks are evicted meanwhile."""
+    llm = make_llm(num_kvcache_blocks=num_blocks, kvcache_block_size=4)
+    prompt = random_prompt(0, 17)
+    for num_scores, expected in ((None, 0), (0, 0), (None, 16)):
+        params = replace(greedy(14), prompt_logprobs=num_scores, ignore_eos=True)
+        (output,) = llm.generate([prompt], params)
+        assert output["num_cached_tokens"] == expected
 
 
 def test_a_preempted_sequence_keeps_its_scores(make_llm, check):

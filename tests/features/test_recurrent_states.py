@@ -139,6 +139,17 @@ def test_the_second_sequence_leaves_the_snapshot(budget):
     assert [engine.serve([*X, index]) for index in range(4)] == [0, 0, 16, 16]
 
 
+@pytest.mark.parametrize("num_blocks", [8, 9, 10, 11])
+def test_a_snapshot_can_be_used_if_its_k_v_were_evicted_while_they_were_computed_again(num_blocks):
+    """The second sequence holds duplicates of the prefix, and evicts the first one's blocks."""
+    engine = Engine(num_blocks=num_blocks)
+    for index, expected in enumerate([0, 0, 16, 16]):
+        seq = engine.add([*X, index], max_tokens=14)
+        while not seq.finish_reason:
+            engine.step()
+        assert seq.num_cached_tokens == expected
+
+
 def test_the_least_recently_used_snapshot_is_evicted():
     engine = Engine(num_lanes=2)
     a, b, c = ([first] * 8 for first in (10, 20, 30))
