@@ -16,6 +16,9 @@ are read, because the device is busy with the forward pass:
 
     host     | plan 2, launch 2 | read 1, record 1 | sample 2 | plan 3, launch 3 | read 2, ...
     device     ... forward 1, sample 1 | forward 2 ..................... | sample 2 | forward 3 ...
+
+When step 1 turns out to end a sequence, step 2 is in flight and still writes to its blocks. Step 3
+may take these blocks nevertheless, because the device runs all steps in the order of one stream.
 """
 
 import math
