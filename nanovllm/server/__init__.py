@@ -24,7 +24,6 @@ constraints.py         tools and response_format as structured outputs
 message_parser.py      content, reasoning and tool calls in the text of a reply
 calls.py               the tool calls in a block of that text
 parameter_values.py    values that a model writes without quotes
-text_stream.py         text that arrives in parts, for the message parser
 
 HTTP:
 
