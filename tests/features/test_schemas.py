@@ -158,13 +158,11 @@ def test_a_fault_of_llguidance(schema, text):
 @pytest.mark.parametrize(
     "grammar",
     [
-        'root ::= "a" | "b" [0-9]+',
-        "root ::= x # comment\nx ::= y+ | \"b\" z\ny ::= 'a'\nz ::= [0-9]".replace("'", '"'),
         'start: "a" | /b[0-9]+/',
         '%llguidance {}\nstart: A\nA: "a" | /b[0-9]/',
     ],
 )
-def test_grammars_in_lark_and_ebnf(grammar):
+def test_grammars_in_lark(grammar):
     for outputs in (
         StructuredOutputsParams(grammar=grammar),
         allow_reasoning(StructuredOutputsParams(grammar=grammar), is_open=False),
@@ -173,6 +171,15 @@ def test_grammars_in_lark_and_ebnf(grammar):
         assert allows(matcher, "a")
         assert allows(matcher, "b7")
         assert not allows(matcher, "b")
+
+
+@pytest.mark.parametrize("grammar", ['root ::= "a"', "\n  x ::= y\nroot ::= x"])
+def test_ebnf_is_rejected_with_advice(grammar):
+    outputs = StructuredOutputsParams(grammar=grammar)
+    for write in (make_grammar, lambda outputs: allow_reasoning(outputs, is_open=True)):
+        with pytest.raises(ValueError, match=r"grammar is EBNF .* write it in Lark, or use json"):
+            write(outputs)
+    assert allows(compile(grammar='start: "a" // root ::= "a"'), "a")
 
 
 THOUGHTS = "I think, <think> and think.\n</think>"

@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from nanovllm.features.structured_outputs.ebnf import convert_ebnf
 from nanovllm.features.structured_outputs.patterns import convert_pattern
 from nanovllm.features.structured_outputs.schemas import write_schema
 from nanovllm.sampling_params import StructuredOutputsParams
-from nanovllm.utils.checks import naming
+from nanovllm.utils.checks import invalid, naming
 
 # Whitespace between two tokens of JSON. It is limited, because small models would repeat it until
 # max_tokens.
@@ -42,8 +41,9 @@ def make_grammar(outputs: StructuredOutputsParams) -> str:
 
 def write_rules(outputs: StructuredOutputsParams) -> str:
     if outputs.grammar is not None:
-        is_ebnf = EBNF_RULE.search(outputs.grammar) is not None
-        return convert_ebnf(outputs.grammar) if is_ebnf else outputs.grammar
+        if EBNF_RULE.search(outputs.grammar) is not None:
+            raise invalid("grammar", "is EBNF (root ::= ...): write it in Lark, or use json")
+        return outputs.grammar
     if outputs.regex is not None:
         return f"start: /(?:{convert_pattern(outputs.regex)})/"
     if outputs.choice is not None:

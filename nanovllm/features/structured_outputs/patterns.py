@@ -92,9 +92,9 @@ def _convert(pattern: str) -> Iterator[str]:
             case "dot":
                 text = dot
             case "members":
-                text = convert_class(token["members"], token["negation"])
+                text = _convert_class(token["members"], token["negation"])
             case "atom":
-                text = _quote(decode(text))
+                text = _quote(_decode(text))
             case _:
                 sign = "!"
         if MISPLACED.search(groups[-1][-1] + sign):
@@ -106,7 +106,7 @@ def _convert(pattern: str) -> Iterator[str]:
         raise ValueError("a group is unclosed")
 
 
-def convert_class(members: str, negation: str = "") -> str:
+def _convert_class(members: str, negation: str = "") -> str:
     """Return the class [members] or, with the negation "^", [^members]."""
     if not members:
         return ANYTHING if negation else NOTHING
@@ -114,8 +114,8 @@ def convert_class(members: str, negation: str = "") -> str:
     # JSON for a class that has all control characters.
     texts = [r"^\x{0}" if negation else ""]
     for first, dash, last in RANGE.findall(members):
-        low = decode(first)
-        high = decode(last)
+        low = _decode(first)
+        high = _decode(last)
         if len(low) == len(high) == 1:
             if low > high:
                 raise ValueError(f"range {first}-{last} is out of order")
@@ -126,7 +126,7 @@ def convert_class(members: str, negation: str = "") -> str:
     return f"[{''.join(texts)}]"
 
 
-def decode(atom: str) -> str:
+def _decode(atom: str) -> str:
     """Return the character that an atom stands for, or the class of a set."""
     if atom in ESCAPES:
         return ESCAPES[atom]
