@@ -4,5 +4,5 @@ checkpoint.py    opens a checkpoint: config.json, the tokenizer, generation_conf
 tensor_files.py  safetensors files, strictly
 quantization.py  settings of quantized checkpoints
 formats.py       how each format stores codes, scales and zeros
-demo_model/      the checkpoint in the package, and the script that trained it
+demo_model/      the checkpoint in the package
 """

@@ -2,9 +2,9 @@
 
 import pytest
 from conftest import greedy
+from train_demo_model import SKILLS, UNSEEN_SYSTEM_PROMPTS, held_out
 
 from nanovllm import DEMO_MODEL, LLM
-from nanovllm.checkpoints.demo_model.train import SKILLS, UNSEEN_SYSTEM_PROMPTS, held_out
 
 SYSTEM = {"role": "system", "content": UNSEEN_SYSTEM_PROMPTS[0]}
 

@@ -1,1 +1,1 @@
-"""A tiny Qwen3 checkpoint, and the script that trained it."""
+"""A tiny Qwen3 checkpoint. tests/helpers/train_demo_model.py has trained it."""

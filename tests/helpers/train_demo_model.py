@@ -6,9 +6,9 @@ and its only correct answer. A training row is a chat of such turns, half of the
 prompt, with loss on the answers only. 15% of the values (pairs of numbers, words, ...) and the
 last two wordings of every skill are held out.
 
-This command writes config, tokenizer and weights beside this file:
+This command replaces config, tokenizer and weights in the package:
 
-    python -m nanovllm.checkpoints.demo_model.train
+    python tests/helpers/train_demo_model.py
 
 Training takes 40 minutes on one core. The table shows the percentage of exact greedy answers, for
 200 single turns per cell, in bfloat16 (float32 differs by at most 0.5). All columns use held-out
@@ -41,6 +41,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
+
+from nanovllm import DEMO_MODEL
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -444,7 +446,7 @@ def report(model: Qwen3ForCausalLM, tokenizer: Tokenizer, count: int = 200) -> N
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent)
+    parser.add_argument("--out", type=Path, default=Path(DEMO_MODEL))
     parser.add_argument("--steps", type=int, default=3700)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
