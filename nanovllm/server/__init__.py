@@ -28,7 +28,6 @@ parameter_values.py    values that a model writes without quotes
 HTTP:
 
 bodies.py              reads the JSON of requests, and ends work when its client leaves
-grammar_checks.py      the queue of grammars that clients wait for
 middleware.py          the log, rejection of foreign web pages
 metrics.py             Prometheus' metrics
 

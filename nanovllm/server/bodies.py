@@ -1,22 +1,20 @@
 """Reads the JSON of requests, within a limit of size and of time.
 
-Work on a request is cancelled when its client disconnects, or when the engine stops.
+Work on a request is cancelled when its client disconnects, or when the engine stops. A grammar that
+a thread is compiling ends by itself, after two seconds of CPU time at most.
 """
 
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
-from contextvars import copy_context
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
-from nanovllm.features.structured_outputs.grammars import GrammarCheck, run_check
+from nanovllm.features.structured_outputs.grammars import compiling
 from nanovllm.server.engine_thread import EngineThread
 from nanovllm.server.errors import ApiError, JsonObject
-from nanovllm.server.grammar_checks import GrammarChecks
 from nanovllm.utils.checks import show
 
 T = TypeVar("T")
@@ -27,24 +25,21 @@ SPARE_BYTES = 2**21  # for tools and schemas, or for several prompts
 LARGE_BYTES = 2**18  # longer bodies are parsed one at a time
 BODY_SECONDS = 30  # for a body to arrive
 CONSTRAINTS = (b'"response_format"', b'"structured_outputs"', b'"tool_choice"')
-
-
-class UncheckedGrammar(Exception):
-    """A request needs a grammar that no process has compiled yet. The argument is its check."""
+MAX_CONSTRAINED = 64  # bodies that may have a constraint, while a grammar is being compiled
 
 
 class Bodies:
     """Reads and parses bodies.
 
-    Those that may have a constraint have two threads of their own, because a grammar can take
-    seconds to compile.
+    Those that may have a constraint have threads of their own, because a grammar can take seconds
+    to compile. No other request waits for these.
     """
 
     def __init__(self, engine: EngineThread) -> None:
         self.engine = engine
         self.compilers = ThreadPoolExecutor(2)
-        self.large = asyncio.Lock()
-        self.grammar_checks = GrammarChecks()
+        self.large = ThreadPoolExecutor(1)
+        self.num_constrained = 0
 
     async def read(self, request: Request, parse: Callable[[JsonObject], T]) -> T:
         """Return parse(body), called in a thread. Raises ClientDisconnect and ApiError."""
@@ -68,10 +63,22 @@ class Bodies:
         except asyncio.TimeoutError as error:
             message = f"the body did not arrive within {BODY_SECONDS} seconds"
             raise ApiError(message, status=408) from error
-        executor = self.compilers if any(name in data for name in CONSTRAINTS) else None
-        turn = self.large if len(data) > LARGE_BYTES else None
-        work = self.call(lambda: parse(_load(data)), executor, turn)
+        is_constrained = any(name in data for name in CONSTRAINTS)
+        if is_constrained:
+            work = self._parse_constrained(parse, data)
+        else:
+            work = _call(self.large if len(data) > LARGE_BYTES else None, parse, data)
         return await until_disconnect(request, work)
+
+    async def _parse_constrained(self, parse: Callable[[JsonObject], T], data: bytearray) -> T:
+        # Without a grammar that is being compiled, even many bodies wait for milliseconds only.
+        if self.num_constrained >= MAX_CONSTRAINED and compiling:
+            raise ApiError("too many grammars wait to be compiled: try again later", status=503)
+        self.num_constrained += 1
+        try:
+            return await _call(self.compilers, parse, data)
+        finally:
+            self.num_constrained -= 1
 
     async def _receive(self, request: Request) -> bytearray:
         data = bytearray()
@@ -83,34 +90,12 @@ class Bodies:
                 raise ApiError(message, status=413)
         return data
 
-    async def call(
-        self,
-        prepare: Callable[[], T],
-        executor: ThreadPoolExecutor | None,
-        turn: asyncio.Lock | None,
-    ) -> T:
-        """Return prepare(), called in a thread, while `turn` is locked.
 
-        If it needs a grammar that is not checked, it ends, so that the thread is free. It is called
-        again after the check. Cancelling this call cancels the check.
-        """
-        problems: dict[bytes, BaseException] = {}
-
-        def report_problem(check: GrammarCheck) -> None:
-            raise problems.get(check.digest) or UncheckedGrammar(check)
-
-        run_check.set(report_problem)
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                async with turn or nullcontext():
-                    return await loop.run_in_executor(executor, copy_context().run, prepare)
-            except UncheckedGrammar as unchecked:
-                check: GrammarCheck = unchecked.args[0]
-            # After the `except` block, because its traceback keeps the parsed body alive.
-            problem = await self.grammar_checks.run(check)
-            if problem is not None:
-                problems[check.digest] = problem
+async def _call(
+    executor: ThreadPoolExecutor | None, parse: Callable[[JsonObject], T], data: bytearray
+) -> T:
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(executor, lambda: parse(_load(data)))
 
 
 def _load(data: bytearray) -> JsonObject:

@@ -17,6 +17,7 @@ import uvicorn
 
 from nanovllm import DEMO_MODEL, LLM
 from nanovllm.config import Config
+from nanovllm.features.structured_outputs.grammars import compiling
 from nanovllm.server.engine_thread import EngineThread
 from nanovllm.server.middleware import LOOPBACK
 from nanovllm.server.openai_api import Api
@@ -48,6 +49,8 @@ class Server(uvicorn.Server):
         """Shut down as uvicorn does, and end the process, also if a client does not read."""
         await super().shutdown(sockets)
         # sys.exit would wait for threads that still tokenize or compile.
+        for process in list(compiling):
+            process.kill()
         os._exit(0 if self.engine.stop_reason == SHUTDOWN else 1)
 
 

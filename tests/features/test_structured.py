@@ -303,14 +303,27 @@ def test_a_grammar_of_special_tokens_is_rejected(llm, token):
     assert not llm.requests
 
 
-def test_a_grammar_is_checked_once_but_not_kept(llm, monkeypatch):
+def test_a_grammar_is_checked_once(llm, monkeypatch):
     run(llm, {"regex": "a" * 10**5}, max_tokens=1)
     assert sum(map(len, grammars.checked)) < 10**5
     for _ in range(2):
         with pytest.raises(ValueError, match="Invalid type: foo"):
             run(llm, {"json": {"type": "foo"}})
-        monkeypatch.setattr(subprocess, "Popen", None)
+        monkeypatch.setattr(subprocess, "run", None)
     run(llm, {"regex": "a" * 10**5}, max_tokens=1)
+
+
+def test_matchers_of_the_newest_grammars_are_kept(llm, monkeypatch):
+    feature = find_feature(llm, grammars.StructuredOutputs)
+    feature.matchers.clear()
+    compiled = []
+    compile = feature._compile
+    monkeypatch.setattr(feature, "_compile", lambda text: compiled.append(text) or compile(text))
+    monkeypatch.setattr(grammars, "MAX_MATCHERS", 2)
+    for letter in "xyxxzyxzxy":
+        run(llm, {"regex": f"{letter}+"}, max_tokens=1)
+    assert len(feature.matchers) == 2
+    assert [text.partition("(?:")[2][0] for text in compiled] == list("xyzyxzy")
 
 
 def test_modules_beside_the_check_hide_no_others(tmp_path, monkeypatch):
@@ -461,7 +474,7 @@ def test_prepared_prompts_are_not_compiled_again(llm, monkeypatch):
             assert output["finish_reason"] in (None, "stop")
 
 
-def test_requests_with_equal_grammars_share_no_limits(llm, monkeypatch):
+def test_no_request_fails_for_the_lexer_states_of_others(llm, monkeypatch):
     """Each text takes about 90 states of the lexer, and each request may take 100."""
     monkeypatch.setattr(grammars, "MAX_LEXER_STATES", 100)
     kind = {"regex": "a[xy]{60}|b[uv]{60}|c[mn]{60}"}

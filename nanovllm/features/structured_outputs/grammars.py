@@ -3,16 +3,20 @@
 Grammars come from clients. A process of its own therefore compiles each grammar first, and finds
 its errors (grammar_check.py). LIMITS bound what a step takes. A sample that exceeds them ends with
 an error.
+
+Matchers of the newest grammars are kept, and each request gets a copy. Copies share one lexer, and
+the limit on its states. A sample that reaches it gets a matcher of its own, once, because the
+states may be those of other samples.
 """
 
 import re
 import subprocess
 import sys
-from collections.abc import Callable
-from contextvars import ContextVar
-from functools import cached_property
+from collections import OrderedDict
+from functools import cached_property, partial
 from hashlib import sha256
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from torch import Tensor
@@ -28,7 +32,8 @@ from nanovllm.text.vocabulary import Vocabulary
 CHECK_PROGRAM = str(Path(__file__).with_name("grammar_check.py"))
 CPU_SECONDS = 2  # for the compilation of a grammar
 LIMITS: Any = {"step_lexer_fuel": 50_000, "step_max_items": 50_000, "max_items_in_row": 10_000}
-MAX_LEXER_STATES = 50_000  # per sample
+MAX_LEXER_STATES = 50_000
+MAX_MATCHERS = 16  # that are kept
 MAX_ERROR_CHARS = 300  # because llguidance's errors quote patterns
 QUOTED = re.compile(r" *\d+ \| | *\^+ *$|<non-verbose/>")  # lines of an error
 
@@ -38,6 +43,10 @@ class StructuredOutputs(Feature):
 
     serves = "structured_outputs"
 
+    def __init__(self) -> None:
+        self.matchers = OrderedDict[str, Any]()  # grammar -> matcher, least recently used first
+        self.lock = Lock()
+
     def start(self, engine: LLMEngine) -> bool:
         # Not the engine, because it would then refer to itself and outlive its last reference.
         self.tokenizer = engine.tokenizer
@@ -46,7 +55,7 @@ class StructuredOutputs(Feature):
         return super().start(engine)
 
     def prepare(self, params: SamplingParams, num_samples: int) -> dict[str, Any]:
-        """Compile the grammar of `params`. All samples share the states of one lexer.
+        """Compile the grammar of `params`, or copy its matcher.
 
         Raises ValueError for a grammar that is invalid, too complex, or that no text matches.
         """
@@ -54,19 +63,31 @@ class StructuredOutputs(Feature):
         if outputs is None or num_samples == 0:
             return {}
         with naming_outputs():
-            matcher = self._compile(make_grammar(outputs), num_samples)
-        return {"constraint": GrammarConstraint(matcher)}
+            grammar = make_grammar(outputs)
+            matcher = self.matchers.get(grammar)
+            if matcher is None:
+                check_in_process(grammar)
+                matcher = self._compile(grammar)
+        with self.lock:
+            self.matchers[grammar] = matcher
+            self.matchers.move_to_end(grammar)
+            if len(self.matchers) > MAX_MATCHERS:
+                self.matchers.popitem(last=False)
+            own = matcher.deep_copy()
+        return {"constraint": GrammarConstraint(own, partial(self._compile_again, grammar))}
+
+    def _compile_again(self, grammar: str) -> Any:
+        with self.lock:
+            self.matchers.pop(grammar, None)
+        return self._compile(grammar)
 
     def processed(self, rows: list[Sequence], logits: Tensor) -> Tensor:
         return apply_grammars(rows, logits)
 
-    def _compile(self, grammar: str, num_samples: int) -> Any:
+    def _compile(self, grammar: str) -> Any:
         from llguidance import LLMatcher, LLParserLimits
 
-        check_in_process(grammar)
-        # Copies share the states of the lexer.
-        max_lexer_states = MAX_LEXER_STATES * num_samples
-        limits = LLParserLimits(**LIMITS, max_lexer_states=max_lexer_states, verbose_errors=False)
+        limits = LLParserLimits(**LIMITS, max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
         matcher = LLMatcher(self.guidance_tokenizer, grammar, log_level=0, limits=limits)
         matcher.compute_bitmask()  # the first one takes long
         if matcher.is_error():  # with LIMITS, or with the tokens of this model
@@ -110,59 +131,37 @@ class TokenTexts:
 # could prepare collisions of weaker hashes.
 checked: dict[bytes, str] = {}
 MAX_CHECKED = 1024
-
-
-class GrammarCheck:
-    """Compiles a grammar in a process of its own, which another thread can end."""
-
-    def __init__(self, grammar: str) -> None:
-        self.text = grammar.encode()
-        self.digest = sha256(self.text).digest()
-        self.process: subprocess.Popen[bytes] | None = None
-        self.is_cancelled = False
-
-    def run(self) -> None:
-        """Raise ValueError for a grammar that could harm the engine."""
-        with subprocess.Popen(
-            [sys.executable, "-I", "-X", "utf8", CHECK_PROGRAM, str(CPU_SECONDS), *sys.path],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        ) as self.process:
-            try:
-                if self.is_cancelled:  # before there was a process
-                    self.process.kill()
-                error, _ = self.process.communicate(self.text)
-            finally:  # also after Ctrl-C
-                self.process.kill()
-        code = self.process.returncode
-        if code != 0:
-            problem = f"needs more than {CPU_SECONDS} seconds of CPU time, or nests too deeply"
-            raise ValueError(f"too complex to compile: {problem} (exit code {code}): simplify it")
-        checked[self.digest] = describe(error.decode())
-        if len(checked) > MAX_CHECKED:
-            first, *_ = list(checked)  # a copy, because other threads add to it
-            checked.pop(first, None)
-
-    def cancel(self) -> None:
-        """End the process, also if it is yet to start. Any thread may call this."""
-        self.is_cancelled = True
-        if self.process is not None:
-            self.process.kill()
-
-
-# The function that runs a check. The server replaces it, so that no thread waits for the process.
-run_check: ContextVar[Callable[[GrammarCheck], None]] = ContextVar(
-    "run_check", default=GrammarCheck.run
-)
+compiling: list[subprocess.Popen[bytes]] = []  # running processes
 
 
 def check_in_process(grammar: str) -> None:
-    """Raise ValueError for a grammar that is invalid, or could harm the engine."""
-    check = GrammarCheck(grammar)
-    if check.digest not in checked:
-        run_check.get()(check)
-    error = checked.get(check.digest)
+    """Raise ValueError for a grammar that is invalid, or could harm the engine.
+
+    A process of its own compiles it first, in at most CPU_SECONDS.
+    """
+    text = grammar.encode()
+    digest = sha256(text).digest()
+    error = checked.get(digest)
+    if error is None:
+        command = [sys.executable, "-I", "-X", "utf8", CHECK_PROGRAM, str(CPU_SECONDS), *sys.path]
+        pipe = subprocess.PIPE
+        with subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL
+        ) as process:
+            compiling.append(process)
+            try:
+                output, _ = process.communicate(text)
+            finally:  # also after Ctrl-C
+                process.kill()
+                compiling.remove(process)
+        if process.returncode != 0:
+            problem = f"needs more than {CPU_SECONDS} seconds of CPU time, or nests too deeply"
+            exit_code = f"(exit code {process.returncode})"
+            raise ValueError(f"too complex to compile: {problem} {exit_code}: simplify it")
+        error = checked[digest] = describe(output.decode())
+        if len(checked) > MAX_CHECKED:
+            first, *_ = list(checked)  # a copy, because other threads add to it
+            checked.pop(first, None)
     if error:
         raise ValueError(error)
 

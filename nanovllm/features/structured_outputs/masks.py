@@ -10,6 +10,7 @@ A matcher has consumed the generated tokens of its sequence. After an interrupte
 again with the committed ones. EOS may come when the text may end. grammars.py makes matchers.
 """
 
+from collections.abc import Callable
 from itertools import groupby
 from typing import Any
 
@@ -27,21 +28,33 @@ from nanovllm.layers.packing import to_device
 class GrammarConstraint(Constraint):
     """The grammar of a request, and where its text is in it."""
 
-    def __init__(self, matcher: Any) -> None:
-        self.matcher = matcher  # llguidance's LLMatcher
+    def __init__(self, matcher: Any, compile_again: Callable[[], Any] | None) -> None:
+        self.matcher = matcher  # llguidance's LLMatcher, whose lexer other requests may share
+        self.compile_again = compile_again  # makes another matcher, None if this has been done
+        self.consumed: list[int] = []
 
     def __copy__(self) -> "GrammarConstraint":
-        return GrammarConstraint(self.matcher.deep_copy())
+        return GrammarConstraint(self.matcher.deep_copy(), self.compile_again)
 
     def restart(self, token_ids: list[int]) -> None:
         self.matcher.reset()
         self.matcher.consume_tokens(token_ids)
+        self.consumed = list(token_ids)
 
     def consume(self, token_id: int) -> FinishReason | None:
+        self.consumed.append(token_id)
         self.matcher.consume_token(token_id)
-        if self.matcher.is_error():
+        if self.has_failed():
             return "error"
         return "stop" if self.matcher.is_stopped() else None
+
+    def has_failed(self) -> bool:
+        """Return whether the matcher has an error, which another matcher does not have."""
+        if self.matcher.is_error() and self.compile_again is not None:
+            self.matcher = self.compile_again()
+            self.compile_again = None
+            self.matcher.consume_tokens(self.consumed)
+        return bool(self.matcher.is_error())
 
     def explain_error(self) -> str | None:
         error = self.matcher.get_error()
@@ -49,7 +62,10 @@ class GrammarConstraint(Constraint):
 
     def compute_masks(self, seq: Sequence, num_rows: int) -> list[np.ndarray]:
         """Compute the mask of each row of logits. All rows but the first follow a draft token."""
-        masks = [compute_mask(self.matcher)]
+        mask = compute_mask(self.matcher)
+        if self.matcher.is_error() and not self.has_failed():
+            mask = compute_mask(self.matcher)  # of another matcher
+        masks = [mask]
         is_banned = len(seq.token_ids) < seq.min_num_tokens
         if is_banned and seq.stop_token_ids.issuperset(list_tokens(masks[0])):
             # Only stop tokens may come. The text could neither go on nor end.
