@@ -70,12 +70,14 @@ def find_last_tag(given: JsonObject, prompt: list[int], vocabulary: Vocabulary) 
     """Return <think> if a prompt ends inside reasoning, </think> if it ends behind it, or "".
 
     The tag is the last word of the prompt. Only in a message that is continued, other words can
-    follow it.
+    follow it. It then begins with <think>, as a reply does, and goes on to the first </think>.
     """
+    if given.get("continue_final_message"):
+        content = str(given["messages"][-1].get("content")).lstrip()
+        if content.startswith(THINK):
+            return END_THINK if END_THINK in content else THINK
     end = "".join(map(vocabulary.name, prompt[-NUM_TAG_TOKENS:]))
     tags = re.findall(r"</?think>(?=\s*$)", end)
-    if given.get("continue_final_message"):
-        tags += re.findall("</?think>", str(given["messages"][-1].get("content")))
     return tags[-1] if tags else ""
 
 
@@ -180,9 +182,10 @@ class ChatReply(Reply):
         if self.parses_reasoning:
             tokenizer: Any = self.vocabulary.tokenizer
             num_reasoning = 0
-            for choice in self.choices.values():
-                text = "".join(choice.reasoning)
-                num_reasoning += len(tokenizer.encode(text, add_special_tokens=False))
+            for index, choice in self.choices.items():
+                ids = tokenizer.encode("".join(choice.reasoning), add_special_tokens=False)
+                # The model need not have written the text with the fewest tokens.
+                num_reasoning += min(len(ids), len(self.newest[index]["token_ids"]))
             usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
         return usage
 

@@ -70,6 +70,7 @@ def choose_tools(given: JsonObject) -> ToolChoice:
         raise invalid("tool_choice", f"must be {meaning}, not {show(choice)}")
     is_parallel = check_bool("parallel_tool_calls", given.get("parallel_tool_calls", True))
     is_named = isinstance(choice, dict)
+    is_parallel = is_parallel and not is_named
     return ToolChoice([] if choice == "none" else tools, required, is_parallel, is_named)
 
 

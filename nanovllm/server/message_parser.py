@@ -12,11 +12,14 @@ import re
 from itertools import chain
 from uuid import uuid4
 
-from nanovllm.server.calls import BLOCK, TAGS, Block
+from nanovllm.server.calls import Block
 from nanovllm.server.errors import JsonObject
 from nanovllm.text.chat_template import Tool
-from nanovllm.text.vocabulary import END_THINK, THINK
+from nanovllm.text.vocabulary import END_THINK, THINK, TOOL_CALL
 
+TAGS = (
+    "<think> </think> <tool_call> </tool_call> <function= </function> <parameter= </parameter>"
+).split()
 TAG_STARTS = {tag[:size] for tag in TAGS for size in range(1, len(tag))}
 # A tag, a sign that matters in JSON, spaces, or other text.
 LEXEME = re.compile("|".join(TAGS) + r'|["\\<]|\s+|[^"\\<\s]+')
@@ -28,19 +31,19 @@ class MessageParser:
     def __init__(
         self, parses_reasoning: bool, tools: list[Tool], is_parallel: bool, last_tag: str
     ) -> None:
-        """Without tools, calls are content. `last_tag` is that of the prompt."""
+        """Without tools, calls are content. `last_tag` is the prompt's, see find_last_tag."""
         functions = [tool["function"] for tool in tools]
         self.schemas = {each["name"]: each.get("parameters") for each in functions}
         self.reads_calls = len(tools) > 0
         self.is_parallel = is_parallel
         self.num_calls = 0
-        self.may_think = parses_reasoning  # <think> can begin a reply, even if the prompt has it
         # "undecided" behind a call within reasoning: reasoning if </think> follows, else content.
         self.section = "reasoning" if parses_reasoning and last_tag == THINK else "content"
         self.pending: list[str] = []  # undecided text, or spaces
-        self.is_after_tag = False
+        # What comes before the pending text: "start" if <think> can begin the reply, "tag", "word".
+        self.previous = "start" if parses_reasoning else "word"
         self.has_content = False
-        self.tail = ""  # of the text that was fed, if it may be the start of a tag
+        self.tail = ""  # the end of the text, if it may be the start of a tag
         self.block: Block | None = None
         self.delta: JsonObject = {}
 
@@ -55,10 +58,8 @@ class MessageParser:
             self._read(lexeme)
         if is_last:
             if self.block is not None:
-                self._end_block(self.block)
-            if self.section == "undecided":
-                self.section = "content"
-            self._settle()
+                self._end_block(self.block, [])
+            self._settle("content" if self.section == "undecided" else self.section)
         delta = self.delta
         self.delta = {}
         for section in delta.keys() - {"tool_calls"}:
@@ -68,55 +69,52 @@ class MessageParser:
     def _read(self, lexeme: str) -> None:
         if self.block is not None:
             if self.block.add(lexeme):
-                self._end_block(self.block)
-        elif lexeme == BLOCK and self.reads_calls:
+                self._end_block(self.block, self.block.read(self.schemas))
+        elif lexeme == TOOL_CALL and self.reads_calls:
             self.block = Block()
-        elif lexeme == THINK and self.may_think:
+        elif lexeme == THINK and self.previous == "start":
             self.pending = []
-            self._pass_tag("reasoning")
+            self._begin("reasoning")
         elif lexeme == END_THINK and self.section != "content":
-            self.section = "reasoning"
-            self._settle()
-            self._pass_tag("content")
+            self._settle("reasoning")
+            self._begin("content")
         else:
             self._add_text(lexeme)
 
-    def _pass_tag(self, section: str) -> None:
+    def _begin(self, section: str) -> None:
+        """Begin a section behind a tag."""
         self.section = section
-        self.is_after_tag = True
-        self.may_think = False
+        self.previous = "tag"
 
     def _add_text(self, lexeme: str) -> None:
         self.pending.append(lexeme)
         if self.section != "undecided" and not lexeme.isspace():
-            self._settle()
-            self.is_after_tag = False
-            self.may_think = False
+            self._settle(self.section)
+            self.previous = "word"
 
-    def _settle(self) -> None:
-        """Add the pending text to its section. Spaces beside a tag are text only between words."""
+    def _settle(self, section: str) -> None:
+        """Add the pending text to a section. Content has spaces beside a tag only between words."""
         text = "".join(self.pending)
         self.pending = []
-        if self.is_after_tag and self.section == "content" and not self.has_content:
+        is_after_tag = self.previous == "tag"
+        if is_after_tag and section == "content" and not self.has_content:
             text = text.lstrip()
-        if text and not (self.is_after_tag and text.isspace()):
-            self.delta.setdefault(self.section, []).append(text)
-            self.has_content = self.section == "content"
+        if text and not (is_after_tag and text.isspace()):
+            self.delta.setdefault(section, []).append(text)
+            self.has_content = section == "content"  # reasoning comes before all content
 
-    def _end_block(self, block: Block) -> None:
+    def _end_block(self, block: Block, calls: list[JsonObject]) -> None:
         """Add the calls of a block, or its text if it has none."""
         self.block = None
-        calls = block.read(self.schemas)
         for call in calls:
             if self.is_parallel or self.num_calls == 0:
                 entry = {"index": self.num_calls, "id": f"call_{uuid4().hex}", "type": "function"}
                 self.delta.setdefault("tool_calls", []).append({**entry, "function": call})
                 self.num_calls += 1
         if calls:
-            self._pass_tag("content" if self.section == "content" else "undecided")
+            self._begin("content" if self.section == "content" else "undecided")
             return
         self.reads_calls = not block.form
-        first, *others = chain(*block.parts)
-        self._add_text(first)
-        for lexeme in others:
+        self._add_text(TOOL_CALL)
+        for lexeme in chain(*block.parts):
             self._read(lexeme)

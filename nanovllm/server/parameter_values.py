@@ -29,15 +29,17 @@ ERRORS = (ValueError, SyntaxError, TypeError, RecursionError, MemoryError)
 def read_value(text: str, schemas: list[object], root: object) -> Any:
     """Return the value that was written as `text`, in JSON or in Python.
 
-    The text is a str if one of its schemas allows strings, or if they do not allow the value. null
-    comes before strings. Without a type, only null, arrays and objects are no strings. `root` is
-    the schema that references refer to.
+    Return the text itself if a schema allows strings, or if none allows the value. null comes
+    before strings. Without a type, null, arrays and objects are read, and all else stays text.
+    `root` is the schema that references refer to.
     """
     types: list[Any] = []
     for part in list_parts(schemas, root):
         types += as_list(part.get("type"))
-        for constant in as_list(part.get("enum")) + as_list(part.get("const")):
-            types.append(TYPES[type(constant)])
+        constants = list(as_list(part.get("enum")))
+        if "const" in part:
+            constants.append(part["const"])
+        types += [TYPES[type(constant)] for constant in constants]
     value = _read_literal(text)
     kind = TYPES[type(value)]
     types = types or ["null", "array", "object"]

@@ -144,7 +144,8 @@ def test_a_format_beside_tools(llm, options, call, text):
     two = f"{CALL}\n{CALL}"
     wrong = [f"{CALL}{TEXT}", "Words.", CALL.replace("add", "other"), CALL.replace("1", '"x"')]
     allowed = allow(llm, CALL, two, TEXT, *wrong, **JSON, **options)
-    assert allowed == [call, call, text, *[False] * 4]
+    is_named = isinstance(options.get("tool_choice"), dict)
+    assert allowed == [call, call and not is_named, text, *[False] * 4]
     assert allow(llm, two, **JSON, **options, parallel_tool_calls=False) == [False]
 
 
@@ -171,6 +172,15 @@ def test_a_required_call_has_only_arguments_of_its_schema(llm):
     invalid = [make_call('{"b": 1}'), make_call(TEXT, "stop")]
     allowed = allow(llm, *valid, *invalid, tools=tools, tool_choice="required")
     assert allowed == [True, True, False, False]
+
+
+def test_a_named_function_is_called_once(llm):
+    """As in vLLM, whatever parallel_tool_calls says."""
+    named = {"type": "function", "function": {"name": "add"}}
+    two = f"{CALL}\n{CALL}"
+    assert allow(llm, CALL, two, tools=[TOOL], tool_choice=named) == [True, False]
+    options = {"tools": [TOOL], "tool_choice": named, "parallel_tool_calls": True}
+    assert allow(llm, CALL, two, **options) == [True, False]
 
 
 # --- Thoughts

@@ -166,6 +166,14 @@ CASES = {
         write_tags("<parameter=text>", "a</parameter></function></tool_call>", "</parameter>"),
         {**say("a"), "content": "</parameter>\n</function>\n</tool_call>"},
     ),
+    "a value with what is almost a tag": (
+        write_tags("<parameter=text>", "</parameter></ parameter><parameter=text>", "</parameter>"),
+        say("</parameter></ parameter><parameter=text>"),
+    ),
+    "a value that goes on behind what is almost an end": (
+        write_tags("<parameter=text>", "a</ parameter></function></tool_call>", "</parameter>"),
+        say("a</ parameter></function></tool_call>"),
+    ),
     "reasoning behind a call that cannot be read": (
         f"<think>Is it {UNREADABLE} or {EXAMPLE}?</think>No. {EXAMPLE}",
         {"reasoning": f"Is it {UNREADABLE} or {EXAMPLE}?", "content": f"No. {EXAMPLE}"},
@@ -310,6 +318,9 @@ def test_the_prompt_can_begin_the_reasoning():
         ("What does <think> mean?\nassistant\n", "", ""),
         ("assistant\n<think>So", "<think>So", THINK),
         ("assistant\n<think>So</think>Yes", "<think>So</think>Yes", "</think>"),
+        ("assistant\nI mean <think> and", "I mean <think> and", ""),
+        ("assistant\n<think>So</think> <think>", "<think>So</think> <think>", "</think>"),
+        ("assistant\n<think>\nSo", "So", ""),
     ],
 )
 def test_the_last_tag_of_a_prompt(prompt, continued, expected):

@@ -40,6 +40,8 @@ NULLABLE = {"anyOf": [STRING, {"type": "null"}]}
         (None, "[2, {}]", [2, {}]),
         ({"type": ["unknown", []], "anyOf": 3, "enum": "ab"}, "a", "a"),
         ({"enum": [{}], "const": None}, "{}", {}),
+        ({"const": [1, 2]}, "[1, 2]", [1, 2]),
+        ({"const": None}, "None", None),
         (NULLABLE, "null", None),
         (NULLABLE, "true", "true"),
         ({"type": ["string", "array"]}, "[]", "[]"),

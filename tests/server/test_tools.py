@@ -1,6 +1,7 @@
 """Tool calls and reasoning in replies."""
 
 import shutil
+from unittest.mock import patch
 
 import pytest
 from server_helpers import parse_body, write
@@ -127,6 +128,14 @@ def test_the_tokens_of_thoughts_are_counted(special, llm):
         # Without tokens for the tags, one token can have a part of a tag and of the thoughts.
         assert abs(count(llm, text) - count_tokens(thoughts)) <= 1
     assert count(special, f"<think>so, so{CALL}", tools=[ADD]) == count_tokens("so, so")
+    # Text can have more tokens when it is tokenized again, such as U+FFFD, which is one byte here.
+    encode = llm.tokenizer.encode
+
+    def longer(text, **options):
+        return [1] * 99 if text == "so" else encode(text, **options)
+
+    with patch.object(llm.tokenizer, "encode", longer):
+        assert count(llm, "<think>so") == count_tokens("<think>so")
     # A tag that the model writes again is no thought.
     start = {"start": "<think>\n"}
     text = "<think>\nso</think>Yes."
