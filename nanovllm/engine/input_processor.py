@@ -52,7 +52,7 @@ class InputProcessor:
         for token_id in params.logit_bias or ():
             check_int("logit_bias", token_id, 0, self.encoder.vocab_size - 1)
         all_token_ids = [self.encoder.encode(prompt) for prompt in prompts]
-        # Once for all prompts, because compiling a grammar can take seconds.
+        # Once for these prompts, because compiling a grammar can take seconds.
         fields = self.make_fields(params, len(prompts) * params.n)
         return [PreparedPrompt(ids, params, fields) for ids in all_token_ids]
 

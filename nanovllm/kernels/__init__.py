@@ -1,7 +1,7 @@
 """Replaces: optimized attention backends and layers, and CUDA graphs.
 
-layers/ and models/ specify what is computed, and do not know this package. The worker imports it,
-unless enable_kernels=False, and calls the four functions below when an engine starts.
+layers/ and models/ specify what is computed, and import nothing of this package. An engine imports
+it when it starts, unless enable_kernels=False, and calls the four functions below.
 
 select.py             chooses the attention backend: how K/V are stored and read
 replacement.py        replaces the layers of a model by optimized subclasses

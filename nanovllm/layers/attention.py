@@ -1,8 +1,9 @@
 """Paged attention in plain torch. It specifies what every other backend must compute.
 
-A backend is a module that is chosen when the engine starts. It has the four constants and the four
-functions that this module begins with: reason_unavailable, make_cache, store_kvcache and attend. An
-AttentionShape tells it what distinguishes the attention of one layer from that of another.
+A backend is a module that is chosen when the engine starts. It has the constants and the functions
+that this module begins with: reason_unavailable, make_cache, store_kvcache and attend. (For one
+more constant, of flash-attn only, see kernels/cuda/graphs.py.) An AttentionShape tells it what
+distinguishes the attention of one layer from that of another.
 
 This backend runs on any device: it gathers the blocks of one sequence after another, and calls
 scaled_dot_product_attention. Its `kv_cache` of a layer is [2, num_blocks, block_size, num_kv_heads,

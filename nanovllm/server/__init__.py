@@ -33,7 +33,7 @@ metrics.py             Prometheus' metrics
 
 playground.py          the live page: a recorded engine that can be held and stepped
 
-The server uses LLM and the features behind it. It knows nothing of the scheduler, of models and of
-kernels; nothing but this folder knows the web framework. Only playground.py looks into the state
-of an engine.
+The server uses LLM, its input_processor, and features. It knows nothing of models and of kernels,
+and nothing but this folder knows the web framework. Only playground.py looks into the state of an
+engine.
 """

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from nanovllm.worker.process_groups import Place, Serve
 
-# Seconds for a process to end. Linux frees about 4 GB of a killed process per second.
+# Seconds for a process to end. A killed process takes longer the more memory it has to free.
 EXIT_TIMEOUT = 5.0
 
 
