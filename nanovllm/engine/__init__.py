@@ -5,6 +5,7 @@ step.py             what a step does with each sequence
 feature.py          the points of a step at which optional features act
 scheduler.py        two queues, two policies, preemption
 block_manager.py    block tables, the prefix cache, eviction
+rows.py             the rows of logits of a step, and whose they are
 model_runner.py     a step to a batch, logits to tokens
 llm_engine.py       one step: schedule, forward, sample, read, record, commit
 input_processor.py  prompts to requests
@@ -13,5 +14,5 @@ outputs.py          the types of results
 warm_up.py          sampling before the first request
 
 The core imports nothing of features/. Only input_processor.py, request.py and llm_engine.py use
-text, and only model_runner.py and warm_up.py compute with tensors.
+text, and only model_runner.py, rows.py and warm_up.py compute with tensors.
 """

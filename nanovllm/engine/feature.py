@@ -10,8 +10,10 @@ the list, in order, and know none of them by name:
         limit_tokens, scheduled              for tokens, except decodes that enter or fill no block
         releasing                            for a running sequence that is preempted
     planned                                  the step can still be extended, within its budget
+    wanted_rows                              rows of logits beside those that are sampled
     prepared                                 the batch can still be changed
     computed                                 logits, before any of them is sampled
+    receive_rows                             the rows of logits that it wanted
     processed                                logits of requests that change them
     sampled                                  tokens, the last feature first
     advanced                                 the step's tokens count as computed
@@ -21,9 +23,8 @@ the list, in order, and know none of them by name:
 If steps overlap, `advanced` of a step comes before its `sampled` and `recorded`, and between these
 the next step is planned. A feature that cannot work in this way sets `can_overlap` to False.
 
-A feature keeps state of a step in `step.kept[self]` if the next step can be planned before that
-state is used. State of a request is kept in a dict by sequence, which `finished` and `reset` clean.
-What may end a request is a Constraint.
+State of a request is kept in a dict by sequence, which `finished` and `reset` clean. What may end a
+request is a Constraint.
 """
 
 import weakref
@@ -35,7 +36,7 @@ from torch import Tensor
 from nanovllm.engine.block_manager import Block
 from nanovllm.engine.outputs import FinishReason
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step import Step
+from nanovllm.engine.step import Row, Step
 from nanovllm.layers.batch import Batch
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import invalid
@@ -115,17 +116,23 @@ class Feature:
     def planned(self, step: Step) -> None:
         """The policy has planned the step. The rest of its budget can still be used."""
 
+    def wanted_rows(self, step: Step) -> list[Row]:
+        """Return rows of logits that the feature wants, of tokens that the step computes."""
+        return []
+
     def prepared(self, step: Step, batch: Batch) -> Batch:
         """Return the batch that the model receives. Its arrays are numpy's, on the host."""
         return batch
 
-    def computed(self, step: Step, logits: Tensor) -> Tensor:
-        """Return the rows of `logits` that are sampled.
+    def computed(self, step: Step, logits: Tensor) -> None:
+        """The rows of logits that are sampled, one for each token that the step samples."""
 
-        If a batch has very many rows, they come in parts. With several ranks this runs in rank 0's
-        thread, which finishes the step of a call that was interrupted.
+    def receive_rows(self, rows: list[Row], logits: Tensor) -> None:
+        """Receive rows of `wanted_rows`, all of them or in parts, with their logits.
+
+        With several ranks this runs in rank 0's thread, which finishes the step of a call that was
+        interrupted.
         """
-        return logits
 
     def processed(self, rows: list[Sequence], logits: Tensor) -> Tensor:
         """Return changed logits, if a row's parameters change them. Penalties come after this."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from nanovllm.config import Config
 from nanovllm.engine.feature import Feature
 from nanovllm.engine.outputs import Logprobs
+from nanovllm.engine.rows import Rows
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
 from nanovllm.engine.warm_up import sample_each_kind, sample_test_rows
@@ -80,23 +81,29 @@ class ModelRunner:
 
     def forward(self, step: Step) -> Tensor:
         """Launch the tokens of a step. Return logits [num_logits of all, vocab_size]."""
-        batch = self.prepare_batch(step)
+        rows = Rows(step, self.features)
+        batch = self.prepare_batch(step, rows.counts)
         for feature in self.features:
             batch = feature.prepared(step, batch)
-        return self.executor.call(self._execute, step, batch)
+        return self.executor.call(self._execute, step, batch, rows)
 
-    def _execute(self, step: Step, batch: Batch) -> Tensor:
+    def _execute(self, step: Step, batch: Batch, rows: Rows) -> Tensor:
         worker = self.executor.worker
         parts: list[Tensor] = []  # more than one if the step scores long prompts
+        start = 0
         for hidden in worker.execute(batch).split(worker.max_num_logits):
-            logits = worker.compute_logits(hidden)
-            for feature in self.features:
-                logits = feature.computed(step, logits)
-            parts.append(logits)
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+            parts.append(rows.hand_out(worker.compute_logits(hidden), start))
+            start += len(hidden)
+        logits = parts[0] if len(parts) == 1 else torch.cat(parts)
+        for feature in self.features:
+            feature.computed(step, logits)
+        return logits
 
-    def prepare_batch(self, step: Step) -> Batch[np.ndarray]:
-        """Flatten the tokens of a step, on the host. layers/batch.py draws it."""
+    def prepare_batch(self, step: Step, num_rows: list[int]) -> Batch[np.ndarray]:
+        """Flatten the tokens of a step, on the host. layers/batch.py draws it.
+
+        The last `num_rows` tokens of each sequence need logits.
+        """
         block_size = self.block_size
         input_ids: list[int] = []
         context_lens: list[int] = []
@@ -119,7 +126,7 @@ class ModelRunner:
             self.block_tables[lanes, :num_blocks],
             block_size,
             input_ids,
-            step.num_logits,
+            num_rows,
             state_slots=lanes + FIRST_LANE,  # a feature chooses others for recurrent states
         )
 

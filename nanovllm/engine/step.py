@@ -13,11 +13,18 @@ not reach its last token. What lasts longer than a step is in sequence.py.
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import NamedTuple, TypeVar
 
 from nanovllm.engine.sequence import Sequence
 
 Value = TypeVar("Value")
+
+
+class Row(NamedTuple):
+    """A row of logits that a feature asks for: those after the token at `position` of `seq`."""
+
+    seq: Sequence
+    position: int
 
 
 @dataclass(eq=False)
@@ -27,7 +34,6 @@ class Step:
     seqs: list[Sequence] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)
     num_logits: list[int] = field(default_factory=list)
-    kept: dict[object, Any] = field(default_factory=dict)  # feature -> what it keeps for this step
 
     def __iter__(self) -> Iterator[tuple[Sequence, int, int]]:
         return zip(self.seqs, self.num_tokens, self.num_logits)

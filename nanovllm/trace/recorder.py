@@ -90,7 +90,7 @@ class Recorder(Feature):
         self.timeline.mark_time("start")
         self.new_seqs: set[Sequence] = set()  # admitted in this step
         self.preempted: dict[int, Facts] = {}  # lane -> the sequence, in this step
-        self.logits: list[Tensor] = []  # the model's own, in parts, if a grammar changes them
+        self.logits: Tensor | None = None  # the model's own, if a grammar changes them
         self.choices: dict[Sequence, Facts] = {}  # those that grammars leave
 
     def planned(self, step: Step) -> None:
@@ -100,20 +100,18 @@ class Recorder(Feature):
         self.timeline.mark_time("prepare")
         return batch
 
-    def computed(self, step: Step, logits: Tensor) -> Tensor:
+    def computed(self, step: Step, logits: Tensor) -> None:
         if logits.is_cuda:
             # Otherwise the forward pass would be measured as sampling.
             torch.cuda.synchronize(logits.device)
         self.timeline.mark_time("forward")
-        if any([has_grammar(seq) for seq in step.seqs]):
-            self.logits.append(logits)
-        return logits
+        self.logits = logits if any([has_grammar(seq) for seq in step.seqs]) else None
 
     def processed(self, rows: list[Sequence], logits: Tensor) -> Tensor:
         """Record what grammars leave to the model."""
-        if self.logits:
-            preferred = torch.cat(self.logits)
-            self.logits = []
+        preferred = self.logits
+        if preferred is not None:
+            self.logits = None
             allowed = apply_penalties(logits, rows)  # as in the step itself, which bans stop tokens
             for row, seq in enumerate(rows):
                 is_first = seq not in self.choices  # other rows follow draft tokens

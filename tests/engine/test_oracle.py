@@ -71,7 +71,7 @@ def test_a_batch_looks_as_drawn_in_batch_py():
         seq.block_table = block_table
         seq.num_computed_tokens = num_computed
         step.add(seq, num_tokens, num_logits=1)
-    batch = ModelRunner.prepare_batch(runner, step)
+    batch = ModelRunner.prepare_batch(runner, step, step.num_logits)
     expected = dict(
         DRAWN_BATCH,
         input_ids=[10, 11, 12, 17, 14, 15],
@@ -92,4 +92,7 @@ def test_a_token_and_its_draft_can_enter_a_block():
     seq.num_computed_tokens = 3
     step = Step()
     step.add(seq, 2, num_logits=2)
-    assert ModelRunner.prepare_batch(runner, step).slot_mapping.tolist() == [15, 28]
+    assert ModelRunner.prepare_batch(runner, step, step.num_logits).slot_mapping.tolist() == [
+        15,
+        28,
+    ]

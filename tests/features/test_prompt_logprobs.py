@@ -3,9 +3,12 @@
 from dataclasses import replace
 
 import pytest
-from conftest import check_invariants, generate_ids, greedy, random_prompt
+import torch
+from conftest import check_invariants, generate_ids, greedy, make_drafts_free, random_prompt
 
 from nanovllm import SamplingParams
+from nanovllm.engine.feature import Feature
+from nanovllm.engine.step import Row
 
 PROMPTS = [random_prompt(length, length) for length in (1, 2, 9, 23, 40)]
 LONGEST = PROMPTS[-1]
@@ -100,3 +103,64 @@ def test_a_step_computes_no_more_rows_of_logits_at_once_than_the_profile_run(mak
     generate_ids(llm, LONGEST, SCORING)
     assert sum(sizes) >= len(LONGEST)
     assert max(sizes) == 4
+
+
+class Picks(Feature):
+    """Wants rows of its own, and keeps what it receives."""
+
+    serves = "picks"
+
+    def __init__(self, choose):
+        self.choose = choose
+        self.received = []
+
+    def wanted_rows(self, step):
+        rows = []
+        for seq, num_tokens, _ in step:
+            computed = range(seq.num_computed_tokens, seq.num_computed_tokens + num_tokens)
+            rows += [Row(seq, position) for position in computed if self.choose(position)]
+        return rows
+
+    def receive_rows(self, rows, logits):
+        assert len(rows) == len(logits)
+        for (seq, position), row in zip(rows, logits):
+            self.received.append(
+                (seq.seq_id, position, seq.token_ids[: position + 1], row.tolist())
+            )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_num_seqs": 3, "max_num_batched_tokens": 30},  # logits in parts of 3 rows
+        {"max_num_batched_tokens": 7, "num_kvcache_blocks": 14, "num_speculative_tokens": 3},
+        {"enable_kernels": False, "num_speculative_tokens": 3},
+    ],
+    ids=str,
+)
+def test_features_share_the_rows_of_a_sequence(tiny, make_llm, check, options):
+    """Two features want rows of the same tokens, beside prompt log probabilities and drafts."""
+    _, oracle = tiny
+    llm = make_llm(enable_prefix_caching=False, **options)
+    if "num_speculative_tokens" in options:
+        make_drafts_free(llm)
+    features = [Picks(lambda position: position % 3 == 0), Picks(lambda position: position > 5)]
+    for feature in features:
+        llm.add_feature(feature)
+    prompts = [[7, 8, 9] * 5, *PROMPTS[1:4]]
+    params = [replace(SCORING, max_tokens=12), SCORING, greedy(6), SCORING]
+    outputs = llm.generate(prompts, params)
+    for output, each in zip(outputs, params):
+        if each.prompt_logprobs is not None:
+            check(output)
+    assert bool(llm.stats["num_accepted_tokens"]) == ("num_speculative_tokens" in options)
+    texts = [output["prompt_token_ids"] + output["token_ids"] for output in outputs]
+    for feature in features:
+        for seq_id, position, token_ids, row in feature.received:
+            if token_ids == texts[seq_id][: position + 1]:  # no rejected draft
+                expected = oracle.find_logprobs([*token_ids, 0])[-1]
+                assert torch.tensor(row).log_softmax(-1).allclose(expected, atol=1e-4)
+        found = {(seq_id, position) for seq_id, position, *_ in feature.received}
+        for seq_id, text in enumerate(texts):
+            assert found >= {(seq_id, i) for i in range(len(text) - 1) if feature.choose(i)}

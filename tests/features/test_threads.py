@@ -30,9 +30,9 @@ def within_steps(call):
     """Call something in every step, after scheduling and before the forward pass."""
     prepare_batch = ModelRunner.prepare_batch
 
-    def call_and_prepare(runner, seqs):
+    def call_and_prepare(*args):
         call()
-        return prepare_batch(runner, seqs)
+        return prepare_batch(*args)
 
     with patch.object(ModelRunner, "prepare_batch", call_and_prepare):
         yield

@@ -1,0 +1,61 @@
+"""The rows of logits of a step: those that are sampled, and those that features ask for.
+
+    tokens of a step       | 4  5  6  7 |     5 and 6 are wanted, and the row of 7 is sampled
+    rows of hidden states       0  1  2       a row can have several owners
+
+The rows of a sequence are those of its last tokens in the step, because kernels need not compute
+other tokens in the last layer.
+"""
+
+from itertools import accumulate, groupby
+from operator import itemgetter
+
+import numpy as np
+from torch import Tensor
+
+from nanovllm.engine.feature import Feature
+from nanovllm.engine.step import Step
+from nanovllm.layers.packing import to_device
+
+
+class Rows:
+    """The rows of one step, in the order of its sequences."""
+
+    def __init__(self, step: Step, features: list[Feature]) -> None:
+        wanted = [(feature, row) for feature in features for row in feature.wanted_rows(step)]
+        self.counts = list(step.num_logits)  # rows of each sequence
+        places = {seq: index for index, seq in enumerate(step.seqs)} if wanted else {}
+        # For each wanted row, how many tokens of its sequence are left, itself included.
+        distances = []
+        for _, (seq, position) in wanted:
+            place = places[seq]
+            distance = seq.num_computed_tokens + step.num_tokens[place] - position
+            distances.append(distance)
+            self.counts[place] = max(self.counts[place], distance)
+        ends = list(accumulate(self.counts))
+        self.wanted = [
+            (feature, row, ends[places[row.seq]] - distance)
+            for (feature, row), distance in zip(wanted, distances)
+        ]
+        self.sampled: list[int] = []
+        for num_logits, end in zip(step.num_logits, ends):
+            self.sampled += range(end - num_logits, end)
+
+    def hand_out(self, logits: Tensor, start: int) -> Tensor:
+        """Give each feature its rows of `logits`, a part that begins with row number `start`.
+
+        Return the rows that are sampled.
+        """
+        if not self.wanted:
+            return logits
+        part = range(start, start + len(logits))
+        for feature, group in groupby(self.wanted, key=itemgetter(0)):
+            own = [(row, index) for _, row, index in group if index in part]
+            if own:
+                rows, indices = zip(*own)
+                feature.receive_rows(list(rows), take(logits, indices, start))
+        return take(logits, [index for index in self.sampled if index in part], start)
+
+
+def take(logits: Tensor, indices: list[int] | tuple[int, ...], start: int) -> Tensor:
+    return logits[to_device(np.array(indices, np.int64) - start, logits.device)]
