@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.input_processor import PreparedPrompt
-from nanovllm.engine.outputs import FinishReason, RequestOutput
+from nanovllm.engine.outputs import FinishReason
 from nanovllm.features.structured_outputs.grammar_writer import allow_reasoning
 from nanovllm.server.constraints import Constraint, ToolChoice, choose_constraint, choose_tools
 from nanovllm.server.errors import JsonObject, blaming
@@ -21,7 +21,7 @@ from nanovllm.server.parameters import (
     read_stream_options,
     select,
 )
-from nanovllm.server.replies import Choice, Generation, Reply
+from nanovllm.server.replies import Generation, Reply, Written
 from nanovllm.server.token_texts import ChatTexts
 from nanovllm.text.chat_template import Tool, uses_tools
 from nanovllm.text.detokenizer import Detokenizer
@@ -170,11 +170,34 @@ class ChatReply(Reply):
         detokenizer = Detokenizer(tokenizer, prompt.token_ids, stops, hidden_ids)
         return prompt.with_fields(detokenizer=detokenizer)
 
-    def make_choice(self, output: RequestOutput) -> Choice:
-        choice = ChatChoice(self)
-        if output["logprobs"] is not None:
-            choice.texts = ChatTexts(self.vocabulary, output["prompt_token_ids"])
-            choice.texts.num_top = self.num_top
+    def make_texts(self, prompt_token_ids: list[int]) -> ChatTexts:
+        return ChatTexts(self.vocabulary, prompt_token_ids, self.num_top)
+
+    def write_text(self, written: Written, text: str, reason: FinishReason | None) -> JsonObject:
+        choice: JsonObject = {}
+        tools = self.tools
+        delta: JsonObject = {"content": text}
+        if self.has_tags:
+            if written.parser is None:
+                written.parser = MessageParser(
+                    self.parses_reasoning, tools.tools, tools.is_parallel, self.last_tag
+                )
+            delta = written.parser.feed(text, is_last=reason is not None)
+            if tools.required:  # all content is a call that a limit has cut
+                delta.pop("content", None)
+            # A call of the function that the request names ends with "stop", as in OpenAI's API.
+            if written.parser.num_calls > 0 and reason == "stop" and not tools.is_named:
+                choice["finish_reason"] = "tool_calls"
+        reasoning = delta.pop("reasoning", "")
+        written.reasoning.append(reasoning)
+        if reasoning and self.includes_reasoning:
+            delta |= {"reasoning": reasoning, "reasoning_content": reasoning}  # both, as vLLM
+        if self.stream.is_stream:
+            choice["delta"] = delta if written.num_tokens else {"role": "assistant", **delta}
+        else:
+            for call in delta.get("tool_calls", []):
+                del call["index"]
+            choice["message"] = {"role": "assistant", "content": None, "refusal": None, **delta}
         return choice
 
     def write_usage(self) -> JsonObject:
@@ -182,46 +205,9 @@ class ChatReply(Reply):
         if self.parses_reasoning:
             tokenizer: Any = self.vocabulary.tokenizer
             num_reasoning = 0
-            for index, choice in self.choices.items():
-                ids = tokenizer.encode("".join(choice.reasoning), add_special_tokens=False)
+            for index, written in self.written.items():
+                ids = tokenizer.encode("".join(written.reasoning), add_special_tokens=False)
                 # The model need not have written the text with the fewest tokens.
                 num_reasoning += min(len(ids), len(self.newest[index]["token_ids"]))
             usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
         return usage
-
-
-class ChatChoice(Choice):
-    """Writes one message."""
-
-    def __init__(self, reply: ChatReply) -> None:
-        self.reply = reply
-        self.reasoning: list[str] = []
-        self.parser: MessageParser | None = None
-        if reply.has_tags:
-            tools = reply.tools
-            self.parser = MessageParser(
-                reply.parses_reasoning, tools.tools, tools.is_parallel, reply.last_tag
-            )
-
-    def write_text(self, text: str, reason: FinishReason | None) -> JsonObject:
-        choice: JsonObject = {}
-        tools = self.reply.tools
-        delta: JsonObject = {"content": text}
-        if self.parser is not None:
-            delta = self.parser.feed(text, is_last=reason is not None)
-            if tools.required:  # all content is a call that a limit has cut
-                delta.pop("content", None)
-            # A call of the function that the request names ends with "stop", as in OpenAI's API.
-            if self.parser.num_calls > 0 and reason == "stop" and not tools.is_named:
-                choice["finish_reason"] = "tool_calls"
-        reasoning = delta.pop("reasoning", "")
-        self.reasoning.append(reasoning)
-        if reasoning and self.reply.includes_reasoning:
-            delta |= {"reasoning": reasoning, "reasoning_content": reasoning}  # both, as vLLM
-        if self.reply.stream.is_stream:
-            choice["delta"] = delta if self.num_tokens else {"role": "assistant", **delta}
-        else:
-            for call in delta.get("tool_calls", []):
-                del call["index"]
-            choice["message"] = {"role": "assistant", "content": None, "refusal": None, **delta}
-        return choice

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from nanovllm import LLM
 from nanovllm.engine.input_processor import Prompt
-from nanovllm.engine.outputs import RequestOutput
+from nanovllm.engine.outputs import FinishReason, RequestOutput
 from nanovllm.llm import list_prompts
 from nanovllm.server.constraints import choose_constraint, choose_tools
 from nanovllm.server.errors import JsonObject, blaming
@@ -20,7 +20,7 @@ from nanovllm.server.parameters import (
     read_stream_options,
     select,
 )
-from nanovllm.server.replies import Choice, Generation, Reply
+from nanovllm.server.replies import Generation, Reply, Written
 from nanovllm.server.token_texts import CompletionTexts
 from nanovllm.text.detokenizer import Detokenizer
 from nanovllm.utils.checks import check_bool, check_int
@@ -86,12 +86,11 @@ class CompletionReply(Reply):
 
     echo: list[str] | None = None  # for each choice the text of its prompt
 
-    def make_choice(self, output: RequestOutput) -> Choice:
-        choice = Choice()
-        if output["logprobs"] is not None:
-            before = output["prompt_token_ids"] if self.echo is None else []
-            choice.texts = CompletionTexts(self.vocabulary, before)
-        return choice
+    def make_texts(self, prompt_token_ids: list[int]) -> CompletionTexts:
+        return CompletionTexts(self.vocabulary, prompt_token_ids if self.echo is None else [])
+
+    def write_text(self, written: Written, text: str, reason: FinishReason | None) -> JsonObject:
+        return {"text": text}
 
     def write_choice(self, index: int, output: RequestOutput) -> JsonObject:
         if self.echo is not None:

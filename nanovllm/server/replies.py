@@ -5,14 +5,15 @@ completions.py and chat_completions.py have the rest. https://platform.openai.co
 
 import json
 import time
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple
 from uuid import uuid4
 
 from nanovllm.engine.input_processor import PreparedPrompt
 from nanovllm.engine.outputs import FinishReason, RequestOutput
 from nanovllm.server.engine_thread import Outputs
 from nanovllm.server.errors import JsonObject
+from nanovllm.server.message_parser import MessageParser
 from nanovllm.server.token_texts import ChatTexts, CompletionTexts
 from nanovllm.text.vocabulary import Vocabulary
 
@@ -27,32 +28,15 @@ class StreamOptions:
     continuous_usage_stats: bool = False
 
 
-class Choice:
-    """Writes the outputs of one choice: a completion, unless a subclass writes something else."""
+@dataclass
+class Written:
+    """What is written of a choice."""
 
-    texts: CompletionTexts | ChatTexts | None = None  # if log probabilities are requested
-    num_chars = 0  # written
-    num_tokens = 0
-
-    def write(self, index: int, output: RequestOutput) -> JsonObject:
-        """Return a choice with the text and tokens that are not written yet."""
-        reason = output["finish_reason"]
-        choice: JsonObject = {"index": index, "finish_reason": reason, "logprobs": None}
-        if self.texts is not None:
-            entries = output["logprobs"] or []
-            choice["logprobs"] = self.texts.write(
-                output["token_ids"][self.num_tokens :],
-                entries[self.num_tokens :],
-                is_last=reason is not None,
-            )
-        choice |= self.write_text(output["text"][self.num_chars :], reason)
-        self.num_chars = len(output["text"])
-        self.num_tokens = len(output["token_ids"])
-        return choice
-
-    def write_text(self, text: str, reason: FinishReason | None) -> JsonObject:
-        """Return the fields for new text. They can replace the finish reason, which is given."""
-        return {"text": text}
+    texts: CompletionTexts | ChatTexts | None  # if log probabilities are requested
+    num_chars: int = 0
+    num_tokens: int = 0
+    parser: MessageParser | None = None  # of a chat
+    reasoning: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -77,10 +61,14 @@ class Reply:
             "model": self.model,
         }
         self.newest: Outputs = {}  # of each choice
-        self.choices: dict[int, Any] = {}
+        self.written: dict[int, Written] = {}
 
-    def make_choice(self, output: RequestOutput) -> Choice:
-        """Make the writer of a choice whose first output is given."""
+    def make_texts(self, prompt_token_ids: list[int]) -> CompletionTexts | ChatTexts:
+        """Make the writer of the log probabilities of a choice."""
+        raise NotImplementedError
+
+    def write_text(self, written: Written, text: str, reason: FinishReason | None) -> JsonObject:
+        """Return the fields for new text. They can replace the finish reason, which is given."""
         raise NotImplementedError
 
     def write_chunk(self, outputs: Outputs) -> str:
@@ -119,9 +107,25 @@ class Reply:
         return {**self.head, "choices": choices, "usage": self.write_usage()}
 
     def write_choice(self, index: int, output: RequestOutput) -> JsonObject:
-        if index not in self.choices:
-            self.choices[index] = self.make_choice(output)
-        return self.choices[index].write(index, output)
+        """Return a choice with the text and tokens that are not written yet."""
+        if index not in self.written:
+            has_logprobs = output["logprobs"] is not None
+            texts = self.make_texts(output["prompt_token_ids"]) if has_logprobs else None
+            self.written[index] = Written(texts)
+        written = self.written[index]
+        reason = output["finish_reason"]
+        choice: JsonObject = {"index": index, "finish_reason": reason, "logprobs": None}
+        if written.texts is not None:
+            entries = output["logprobs"] or []
+            choice["logprobs"] = written.texts.write(
+                output["token_ids"][written.num_tokens :],
+                entries[written.num_tokens :],
+                is_last=reason is not None,
+            )
+        choice |= self.write_text(written, output["text"][written.num_chars :], reason)
+        written.num_chars = len(output["text"])
+        written.num_tokens = len(output["token_ids"])
+        return choice
 
     def write_usage(self) -> JsonObject:
         """Return OpenAI's usage object of the whole reply."""

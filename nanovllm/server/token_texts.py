@@ -89,9 +89,13 @@ class CompletionTexts(TokenTexts):
 
 
 class ChatTexts(TokenTexts):
-    """Writes an object for each token."""
+    """Writes an object for each token, with `num_top` candidates beside it."""
 
-    num_top = 0  # candidates beside each token
+    def __init__(
+        self, vocabulary: Vocabulary, prompt_token_ids: list[int], num_top: int = 0
+    ) -> None:
+        super().__init__(vocabulary, prompt_token_ids)
+        self.num_top = num_top
 
     def write(self, token_ids: list[int], entries: Entries, is_last: bool) -> JsonObject:
         content: list[JsonObject] = []
