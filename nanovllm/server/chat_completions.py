@@ -11,7 +11,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.engine.input_processor import PreparedPrompt
 from nanovllm.engine.outputs import FinishReason
 from nanovllm.features.structured_outputs.grammar_writer import allow_reasoning
-from nanovllm.server.constraints import Constraint, ToolChoice, choose_constraint, choose_tools
+from nanovllm.server.constraints import ReplyConstraint, ToolChoice, choose_constraint, choose_tools
 from nanovllm.server.errors import JsonObject, blaming
 from nanovllm.server.message_parser import MessageParser
 from nanovllm.server.parameters import (
@@ -82,7 +82,7 @@ def find_last_tag(given: JsonObject, prompt: list[int], vocabulary: Vocabulary) 
 
 
 def _read_params(
-    given: JsonObject, llm: LLM, constraint: Constraint, num_top: int
+    given: JsonObject, llm: LLM, constraint: ReplyConstraint, num_top: int
 ) -> SamplingParams:
     max_tokens: Any = given.get("max_tokens", llm.max_model_len)
     if "max_completion_tokens" in given:

@@ -74,19 +74,19 @@ def choose_tools(given: JsonObject) -> ToolChoice:
     return ToolChoice([] if choice == "none" else tools, required, is_parallel, is_named)
 
 
-class Constraint(NamedTuple):
+class ReplyConstraint(NamedTuple):
     """What constrains a reply."""
 
     outputs: Any  # structured_outputs of SamplingParams. None: nothing
     source: str = "structured_outputs"  # the parameter that they are made from, for errors
 
 
-def choose_constraint(given: JsonObject, tools: ToolChoice) -> Constraint:
+def choose_constraint(given: JsonObject, tools: ToolChoice) -> ReplyConstraint:
     """Return what the parameters of a request, together, constrain."""
     grammar = read_format(given)
     outputs = given.get("structured_outputs")
     if not tools.required and grammar is None:
-        return Constraint(outputs)
+        return ReplyConstraint(outputs)
     name = "tool_choice" if tools.required else "response_format"
     if outputs is not None:
         raise invalid(
@@ -97,7 +97,7 @@ def choose_constraint(given: JsonObject, tools: ToolChoice) -> Constraint:
         grammar = write_checked(tools)
     elif tools.tools:
         grammar = write_alternatives(tools, str(grammar))
-    return Constraint({"grammar": grammar}, name)
+    return ReplyConstraint({"grammar": grammar}, name)
 
 
 def write_checked(tools: ToolChoice) -> str:

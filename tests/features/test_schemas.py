@@ -244,6 +244,6 @@ def test_tags_are_text_even_if_the_tokenizer_calls_them_special():
 
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "<other>"]})
-    texts = grammars.TokenTexts(tokenizer, 900, frozenset({1}))
+    texts = grammars.TokenBytes(tokenizer, 900, frozenset({1}))
     assert tokenizer.convert_tokens_to_ids("<think>") not in texts.special_token_ids
     assert tokenizer.convert_tokens_to_ids("<other>") in texts.special_token_ids

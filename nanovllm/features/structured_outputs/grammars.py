@@ -100,11 +100,11 @@ class StructuredOutputs(Feature):
 
         if self.tokenizer is None:
             raise ValueError("the checkpoint has no tokenizer")
-        texts = TokenTexts(self.tokenizer, self.vocab_size, self.eos_token_ids)
+        texts = TokenBytes(self.tokenizer, self.vocab_size, self.eos_token_ids)
         return LLTokenizer(TokenizerWrapper(texts), eos_token=sorted(self.eos_token_ids) or None)
 
 
-class TokenTexts:
+class TokenBytes:
     """The bytes of all tokens, in the form that llguidance takes.
 
     llguidance's own reader of tokenizers does not let added tokens be text, such as Qwen's
