@@ -91,7 +91,7 @@ class StructuredOutputs(Feature):
         matcher = LLMatcher(self.guidance_tokenizer, grammar, log_level=0, limits=limits)
         matcher.compute_bitmask()  # the first one takes long
         if matcher.is_error():  # with LIMITS, or with the tokens of this model
-            raise ValueError(describe(matcher.get_error()))
+            raise ValueError(shorten_error(matcher.get_error()))
         return matcher
 
     @cached_property
@@ -158,7 +158,7 @@ def check_in_process(grammar: str) -> None:
             problem = f"needs more than {CPU_SECONDS} seconds of CPU time, or nests too deeply"
             exit_code = f"(exit code {process.returncode})"
             raise ValueError(f"too complex to compile: {problem} {exit_code}: simplify it")
-        error = checked[digest] = describe(output.decode())
+        error = checked[digest] = shorten_error(output.decode())
         if len(checked) > MAX_CHECKED:
             first, *_ = list(checked)  # a copy, because other threads add to it
             checked.pop(first, None)
@@ -166,7 +166,7 @@ def check_in_process(grammar: str) -> None:
         raise ValueError(error)
 
 
-def describe(error: str) -> str:
+def shorten_error(error: str) -> str:
     """Return llguidance's error without the lines of the grammar that it quotes."""
     lines = [line.strip() for line in error.splitlines() if not QUOTED.match(line)]
     text = " ".join(lines)[:MAX_ERROR_CHARS]
