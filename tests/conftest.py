@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.feature import Feature
+from nanovllm.engine.feature import Feature, Features
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
@@ -322,7 +322,7 @@ def find_feature(llm: LLM, kind: type[Kind]) -> Kind | None:
 
 def attach(scheduler: Scheduler, *features: Feature) -> None:
     """Let features act on a scheduler without an engine."""
-    scheduler.features = list(features)
+    scheduler.features = Features(features)
     for feature in features:
         feature.scheduler = scheduler
         feature.reset()

@@ -1,8 +1,8 @@
 """The fixed points of a step at which an optional feature may act.
 
 A feature is a subclass of Feature, and one object in the list of an engine. It overrides the points
-that it needs. The scheduler, the model runner and the engine call each point for all features of
-the list, in order, and know none of them by name:
+that it needs. The scheduler, the model runner and the engine call each point for the features that
+override it, in order, and know none of them by name:
 
     prepare                                  the parameters of prompts, before they are queued
     begin_step
@@ -165,6 +165,23 @@ class Feature:
     def describe(self, step: Step) -> tuple[Facts, dict[Sequence, Facts]]:
         """Return facts about a step and its sequences, before its result, for a trace."""
         return {}, {}
+
+
+class Features(list[Feature]):
+    """The features of an engine, in order. `features.planned` are those that override this point.
+
+    Most features override few points, so a step enters no default that does nothing.
+    """
+
+    def __getattr__(self, point: str) -> list[Feature]:
+        default = getattr(Feature, point)
+        overriding = [each for each in self if getattr(type(each), point) is not default]
+        setattr(self, point, overriding)  # so that this is called once for a point
+        return overriding
+
+    def append(self, feature: Feature) -> None:
+        vars(self).clear()
+        super().append(feature)
 
 
 def check_served(needs: list[str], features: Collection[Feature]) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, NamedTuple
 
-from nanovllm.engine.feature import Feature, check_served
+from nanovllm.engine.feature import Features, check_served
 from nanovllm.engine.request import Inbox, Request
 from nanovllm.layers.noise import derive_seed
 from nanovllm.sampling_params import SamplingParams
@@ -34,7 +34,7 @@ class InputProcessor:
     encoder: PromptEncoder
     default_params: SamplingParams
     seed: int
-    features: list[Feature]
+    features: Features
     ids: Iterator[int] = field(default_factory=count)  # ids of requests and of their samples
 
     def prepare(
@@ -60,7 +60,7 @@ class InputProcessor:
         """Collect what features add to the `num_samples` requests with these parameters."""
         check_served(params.needs, self.features)
         fields: dict[str, Any] = {}
-        for feature in self.features:
+        for feature in self.features.prepare:
             fields |= feature.prepare(params, num_samples)
         return fields
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.config import Config
-from nanovllm.engine.feature import Feature
+from nanovllm.engine.feature import Features
 from nanovllm.engine.outputs import Logprobs
 from nanovllm.engine.rows import Rows
 from nanovllm.engine.sequence import Sequence
@@ -63,7 +63,7 @@ class ModelRunner:
         executor_class = Executor if config.tensor_parallel_size == 1 else MultiRankExecutor
         self.executor = executor_class(config, spec, directory)
         weakref.finalize(self, self.executor.stop, "the engine is gone")  # also at interpreter exit
-        self.features: list[Feature] = []  # none while the engine starts
+        self.features = Features()  # none while the engine starts
         worker = self.executor.worker
         self.vocab_size = spec.vocab_size
         self.device = worker.device
@@ -81,9 +81,9 @@ class ModelRunner:
 
     def forward(self, step: Step) -> Tensor:
         """Launch the tokens of a step. Return logits [num_logits of all, vocab_size]."""
-        rows = Rows(step, self.features)
+        rows = Rows(step, self.features.wanted_rows)
         batch = self.prepare_batch(step, rows.counts)
-        for feature in self.features:
+        for feature in self.features.prepared:
             batch = feature.prepared(step, batch)
         return self.executor.call(self._execute, step, batch, rows)
 
@@ -95,7 +95,7 @@ class ModelRunner:
             parts.append(rows.hand_out(worker.compute_logits(hidden), start))
             start += len(hidden)
         logits = parts[0] if len(parts) == 1 else torch.cat(parts)
-        for feature in self.features:
+        for feature in self.features.computed:
             feature.computed(step, logits)
         return logits
 
@@ -142,7 +142,7 @@ class ModelRunner:
         assert len(logits) == len(rows), "one row of logits for each token that is sampled"
         processed = logits
         if any([seq.params.changes_logits for seq in rows]):
-            for feature in self.features:
+            for feature in self.features.processed:
                 processed = feature.processed(rows, processed)
             processed = apply_penalties(processed, rows)
         batch = make_sampling_batch(rows, positions, self.vocab_size, self.device)
@@ -156,6 +156,6 @@ class ModelRunner:
         tokens, entries = self.executor.call(sampled.read)
         token_ids = step.split(tokens)
         logprobs = None if entries is None else step.split(entries)
-        for feature in reversed(self.features):
+        for feature in reversed(self.features.sampled):
             token_ids = feature.sampled(step, token_ids)
         return token_ids, logprobs

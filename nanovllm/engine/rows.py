@@ -22,6 +22,7 @@ class Rows:
     """The rows of one step, in the order of its sequences."""
 
     def __init__(self, step: Step, features: list[Feature]) -> None:
+        """`features` are those that may want rows."""
         wanted = [(feature, row) for feature in features for row in feature.wanted_rows(step)]
         self.counts = list(step.num_logits)  # rows of each sequence
         places = {seq: index for index, seq in enumerate(step.seqs)} if wanted else {}

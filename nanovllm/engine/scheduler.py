@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Collection
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.feature import Feature
+from nanovllm.engine.feature import Features
 from nanovllm.engine.outputs import FinishReason
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
@@ -33,7 +33,7 @@ class Scheduler:
     def __init__(
         self, block_manager: BlockManager, max_num_seqs: int, max_num_batched_tokens: int
     ) -> None:
-        self.features: list[Feature] = []
+        self.features = Features()
         self.block_manager = block_manager
         self.block_size = block_manager.block_size
         self.max_num_seqs = max_num_seqs
@@ -53,7 +53,7 @@ class Scheduler:
         self.waiting = OrderedDict[Sequence, None].fromkeys(seqs)
         self.running: list[Sequence] = []  # in the order of admission
         self.free_lanes = list(range(self.max_num_seqs))[::-1]  # a stack, lane 0 on top
-        for feature in self.features:
+        for feature in self.features.reset:
             feature.reset()
 
     def add(self, seq: Sequence) -> None:
@@ -62,10 +62,10 @@ class Scheduler:
     def schedule(self) -> Step:
         """Plan the next step: admit and preempt sequences, and choose the tokens of each."""
         step = Step()
-        for feature in self.features:
+        for feature in self.features.begin_step:
             feature.begin_step()
         self.plan(step)
-        for feature in self.features:
+        for feature in self.features.planned:
             feature.planned(step)
         return step
 
@@ -132,7 +132,7 @@ class Scheduler:
         if seq.has_pending_token or self.block_manager.is_still_blocked(seq):
             return False
         prefix = self.block_manager.find_prefix(seq)
-        for feature in self.features:
+        for feature in self.features.limit_prefix:
             prefix = feature.limit_prefix(seq, prefix)
         num_reused_tokens = len(prefix) * self.block_size
         # With whole prompts, only a recomputation can exceed a step. It is then first in a step.
@@ -140,7 +140,7 @@ class Scheduler:
         is_first = budget == self.max_num_batched_tokens
         if not (self.splits_prompts or fits or is_first):
             return False
-        if not all([feature.may_start(seq) for feature in self.features]):
+        if not all([feature.may_start(seq) for feature in self.features.may_start]):
             return False
         if not self.block_manager.allocate(seq, prefix):
             return False
@@ -153,7 +153,7 @@ class Scheduler:
             # After a reset, generated tokens can be hit, too. They do not count.
             seq.num_cached_tokens = min(num_reused_tokens, seq.num_prompt_tokens)
             self.num_cached_tokens += seq.num_cached_tokens
-        for feature in self.features:
+        for feature in self.features.admitted:
             feature.admitted(seq)
         return True
 
@@ -162,12 +162,12 @@ class Scheduler:
         start = seq.num_computed_tokens
         num_missing = len(seq.token_ids) - start
         num_tokens = min(num_missing, budget)
-        for feature in self.features:
+        for feature in self.features.limit_tokens:
             num_tokens = feature.limit_tokens(seq, num_tokens)
         step.add(seq, num_tokens, 1 if num_tokens == num_missing else 0)
         end = start + num_tokens
         self.block_manager.cache_full_blocks(seq, start, min(end, seq.num_known_tokens))
-        for feature in self.features:
+        for feature in self.features.scheduled:
             feature.scheduled(seq, end)
         return budget - num_tokens
 
@@ -197,7 +197,7 @@ class Scheduler:
             if num_logits > 0:
                 seq.token_ids.append(~row)
             row += num_logits
-        for feature in self.features:
+        for feature in self.features.advanced:
             feature.advanced(step)
 
     def postprocess(self, step: Step, sampled: list[list[int]]) -> None:
@@ -224,7 +224,7 @@ class Scheduler:
                 if reason is not None:
                     self.finish(seq, reason)
                     break
-        for feature in self.features:
+        for feature in self.features.recorded:
             feature.recorded(step)
 
     def finish(self, seq: Sequence, reason: FinishReason) -> None:
@@ -237,12 +237,12 @@ class Scheduler:
         if seq.lane >= 0:
             self._release(seq)
         self.waiting.pop(seq, None)
-        for feature in self.features:
+        for feature in self.features.finished:
             feature.finished(seq, reason)
 
     def _release(self, seq: Sequence) -> None:
         """Take a running sequence out of `running`, with its blocks, lane and computed tokens."""
-        for feature in self.features:
+        for feature in self.features.releasing:
             feature.releasing(seq)
         self.running.remove(seq)
         self.block_manager.release(seq)

@@ -7,7 +7,7 @@ from conftest import attach, finish_step
 from test_scheduler import make_scheduler, make_sequence, run_step, run_steps
 
 from nanovllm import SamplingParams
-from nanovllm.engine.feature import Feature
+from nanovllm.engine.feature import Feature, Features
 from nanovllm.engine.scheduler import PrefillFirstScheduler, Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
@@ -24,10 +24,19 @@ class Recorder(Feature):
     def __init__(self):
         self.calls = []
 
-    def __getattribute__(self, name):
-        if name in POINTS:
-            self.calls.append(name)
-        return super().__getattribute__(name)
+
+def override(point):
+    default = getattr(Feature, point)
+
+    def remember(recorder, *args):
+        recorder.calls.append(point)
+        return default(recorder, *args)
+
+    setattr(Recorder, point, remember)
+
+
+for point in POINTS:
+    override(point)
 
 
 def test_the_points_of_a_step_are_called_in_their_order():
@@ -310,9 +319,12 @@ def test_a_reset_keeps_the_order_and_resets_features():
     for seq in seqs:
         scheduler.add(seq)
     resets = []
-    feature = Feature()
-    feature.reset = lambda: resets.append(list(scheduler.waiting))
-    scheduler.features = [feature]
+
+    class Resets(Feature):
+        def reset(self):
+            resets.append(list(scheduler.waiting))
+
+    scheduler.features = Features([Resets()])
     run_step(scheduler)
     scheduler.reset(seqs)
     assert resets == [seqs], "when the sequences wait"

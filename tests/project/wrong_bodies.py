@@ -68,7 +68,7 @@ WRONG_BODIES = (
         2,
         f"{SCHEDULER}._release",
         """\
-        for feature in self.features:
+        for feature in self.features.releasing:
             feature.releasing(seq)
         self.running.remove(seq)
         self.block_manager.release(seq)
@@ -76,7 +76,7 @@ WRONG_BODIES = (
         """\
         self.running.remove(seq)
         self.block_manager.release(seq)
-        for feature in self.features:
+        for feature in self.features.releasing:
             feature.releasing(seq)
 """,
     ),
