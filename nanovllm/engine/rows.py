@@ -23,23 +23,23 @@ class Rows:
 
     def __init__(self, step: Step, features: list[Feature]) -> None:
         """`features` are those that may want rows."""
-        wanted = [(feature, row) for feature in features for row in feature.wanted_rows(step)]
         self.counts = list(step.num_logits)  # rows of each sequence
-        places = {seq: index for index, seq in enumerate(step.seqs)} if wanted else {}
-        # For each wanted row, how many tokens of its sequence are left, itself included.
-        distances = []
+        self.wanted: list[tuple[Feature, Row, int]] = []  # with the number of the row
+        self.sampled: list[int] = []  # numbers of rows, if any others are wanted
+        wanted = [(feature, row) for feature in features for row in feature.wanted_rows(step)]
+        if not wanted:
+            return
+        places = {seq: place for place, seq in enumerate(step.seqs)}
+        token_ends = [seq.num_computed_tokens + num for seq, num, _ in step]
         for _, (seq, position) in wanted:
             place = places[seq]
-            distance = seq.num_computed_tokens + step.num_tokens[place] - position
-            distances.append(distance)
-            self.counts[place] = max(self.counts[place], distance)
-        ends = list(accumulate(self.counts))
-        self.wanted = [
-            (feature, row, ends[places[row.seq]] - distance)
-            for (feature, row), distance in zip(wanted, distances)
-        ]
-        self.sampled: list[int] = []
-        for num_logits, end in zip(step.num_logits, ends):
+            self.counts[place] = max(self.counts[place], token_ends[place] - position)
+        row_ends = list(accumulate(self.counts))
+        for feature, row in wanted:
+            place = places[row.seq]
+            distance = token_ends[place] - row.position
+            self.wanted.append((feature, row, row_ends[place] - distance))
+        for num_logits, end in zip(step.num_logits, row_ends):
             self.sampled += range(end - num_logits, end)
 
     def hand_out(self, logits: Tensor, start: int) -> Tensor:

@@ -44,17 +44,18 @@ class GrammarConstraint(Constraint):
     def consume(self, token_id: int) -> FinishReason | None:
         self.consumed.append(token_id)
         self.matcher.consume_token(token_id)
-        if self.has_failed():
+        if self.matcher.is_error() and not self._recover():
             return "error"
         return "stop" if self.matcher.is_stopped() else None
 
-    def has_failed(self) -> bool:
-        """Return whether the matcher has an error, which another matcher does not have."""
-        if self.matcher.is_error() and self.compile_again is not None:
-            self.matcher = self.compile_again()
-            self.compile_again = None
-            self.matcher.consume_tokens(self.consumed)
-        return bool(self.matcher.is_error())
+    def _recover(self) -> bool:
+        """Replace a matcher that has an error, once. Return whether the other one has none."""
+        if self.compile_again is None:
+            return False
+        self.matcher = self.compile_again()
+        self.compile_again = None
+        self.matcher.consume_tokens(self.consumed)
+        return not self.matcher.is_error()
 
     def explain_error(self) -> str | None:
         error = self.matcher.get_error()
@@ -63,8 +64,8 @@ class GrammarConstraint(Constraint):
     def compute_masks(self, seq: Sequence, num_rows: int) -> list[np.ndarray]:
         """Compute the mask of each row of logits. All rows but the first follow a draft token."""
         mask = compute_mask(self.matcher)
-        if self.matcher.is_error() and not self.has_failed():
-            mask = compute_mask(self.matcher)  # of another matcher
+        if self.matcher.is_error() and self._recover():
+            mask = compute_mask(self.matcher)
         masks = [mask]
         is_banned = len(seq.token_ids) < seq.min_num_tokens
         if is_banned and seq.stop_token_ids.issuperset(list_tokens(masks[0])):
