@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from nanovllm.engine.feature import Feature
-from nanovllm.engine.step import Step
+from nanovllm.engine.step import Row, Step
 from nanovllm.layers.packing import to_device
 
 
