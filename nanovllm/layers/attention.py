@@ -1,6 +1,6 @@
 """Paged attention in plain torch. It specifies what every other backend must compute.
 
-A backend is a module that is chosen when the engine starts. It has the four constants and the four
+A backend is a module that is chosen when the engine starts. It has the five constants and the four
 functions that this module begins with: reason_unavailable, make_cache, store_kvcache and attend. An
 AttentionShape tells it what distinguishes the attention of one layer from that of another.
 
@@ -27,6 +27,9 @@ SUPPORTS_CUDA_GRAPHS = False  # True if kernel launches depend on shapes only
 # The limit on draft tokens per sequence and step. Longer drafts are rarely accepted. If a backend's
 # verification is bitwise identical to decodes up to some length, this is that length.
 MAX_DRAFT_LEN = 7
+# The names of the fields of AttentionShape with which `attend` computes. A layer where another one
+# differs from its default cannot use the backend. None: all, because this module specifies them.
+KNOWN_FIELDS: set[str] | None = None
 
 TILE = 256  # queries that are computed together, which bounds the size of a mask
 ZEROED_TOKENS = 8192  # the default of max_num_batched_tokens

@@ -59,7 +59,10 @@ def test_auto_skips_a_backend_that_fails_on_this_gpu(monkeypatch, capfd, forget_
         raise RuntimeError("no kernel image is available for execution on the device")
 
     failing = SimpleNamespace(
-        PREFERRED_BLOCK_SIZE=256, reason_unavailable=lambda *_: None, make_cache=fail
+        PREFERRED_BLOCK_SIZE=256,
+        KNOWN_FIELDS=None,
+        reason_unavailable=lambda *_: None,
+        make_cache=fail,
     )
     monkeypatch.setitem(sys.modules, BACKENDS["flash_attn"].module, None)
     monkeypatch.setitem(sys.modules, BACKENDS["triton"].module, failing)
