@@ -5,8 +5,7 @@ from importlib import import_module
 
 import torch
 
-from nanovllm.kernels.attention_check import check_backend
-from nanovllm.kernels.fallback import find_failure, report_once
+from nanovllm.kernels.self_tests import check_backend, find_failure, report_once
 from nanovllm.layers.attention import AttentionShape, Backend
 from nanovllm.layers.backends import BACKENDS
 

@@ -35,9 +35,9 @@ from kernel_helpers import (
     needs_compiler,
 )
 
-from nanovllm.kernels.attention_check import check_backend
 from nanovllm.kernels.cpu import attention as cpp_backend
 from nanovllm.kernels.select import report_once, select_backend
+from nanovllm.kernels.self_tests import check_backend
 from nanovllm.layers import attention as torch_backend
 from nanovllm.layers import batch as batches
 from nanovllm.layers.attention import AttentionShape, find_first_visible, make_cache

@@ -14,9 +14,9 @@ from conftest import DEVICE, generate_ids, greedy, make_checkpoint, make_shape, 
 from kernel_helpers import CPU, make_spec, needs_compiler, needs_triton, optimize, triton_layers
 
 from nanovllm import SamplingParams
-from nanovllm.kernels import fallback, replacement, select
-from nanovllm.kernels.attention_check import check_backend
+from nanovllm.kernels import replacement, select, self_tests
 from nanovllm.kernels.cpu import library
+from nanovllm.kernels.self_tests import check_backend
 from nanovllm.layers import attention as torch_backend
 from nanovllm.layers.backends import BACKENDS
 from nanovllm.models.decoder import Attention
@@ -111,7 +111,7 @@ def test_small_blocks_on_a_gpu_are_explained_once(monkeypatch, capfd, forget_ker
 def forget_kernels():
     """Clear the caches of what works here, before and after the test."""
     cached = [library.reason_unavailable, library.load]
-    cached += [replacement.find_optimized_layers, fallback.report_once]
+    cached += [replacement.find_optimized_layers, self_tests.report_once]
     for function in cached:
         function.cache_clear()
     yield
