@@ -1,4 +1,4 @@
-"""Work before the first request: for self-tests, CUDA graphs, profile runs and warm-up runs.
+"""Work before the first request: for self-tests, measurements, CUDA graphs and warm-up runs.
 
 A batch is plain arrays, so it needs no sequences.
 """
@@ -91,10 +91,9 @@ def run_test_steps(worker: Worker) -> None:
             [length] * num_seqs,
             block_tables[:num_seqs],
             worker.block_size,
+            [(first_id + i) % worker.spec.vocab_size for i in range(sum(query_lens))],
             state_slots=np.arange(num_seqs, dtype=np.int32),
         )
-        ids = (batch.positions + first_id) % worker.spec.vocab_size
-        batch = replace(batch, input_ids=ids)
         worker.model(copy_to(batch, worker.device), caches)
 
 
