@@ -20,7 +20,7 @@ if not ON_GPU:
     # Triton reads this when it is imported. Its kernels then run on CPU tensors.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from nanovllm import LLM
+from nanovllm import LLM, kernels
 from nanovllm.benchmark.report import describe_hardware as describe_hardware
 from nanovllm.benchmark.report import find_versions as find_versions
 from nanovllm.benchmark.roofline import count_decode as count_decode
@@ -30,12 +30,12 @@ from nanovllm.benchmark.roofline import measure_peak_rates as measure_peak_rates
 from nanovllm.benchmark.shapes import SHAPES as SHAPES
 from nanovllm.engine import model_runner
 from nanovllm.engine.model_runner import Sampled as Sampled
-from nanovllm.kernels.attention_check import BatchShape, compare_with_torch
 from nanovllm.kernels.bench import TOLERANCES, time_call
 from nanovllm.kernels.cuda import graphs, linear
 from nanovllm.kernels.cuda import triton_attention as attention
 from nanovllm.kernels.cuda import triton_sampler as fast_sampler
 from nanovllm.kernels.replacement import install
+from nanovllm.kernels.self_tests import BatchShape, compare_with_torch
 from nanovllm.layers import sampler
 from nanovllm.layers.attention import AttentionShape
 from nanovllm.layers.linear import ColumnParallelLinear
@@ -259,23 +259,24 @@ def time_start(clock: Callable[[], float]) -> Iterator[dict[str, list[float]]]:
     "MB of graphs" is memory of the driver, beside that of torch.
     """
     parts: dict[str, list[float]] = {"MB of graphs": []}
-    capture_graphs = startup.capture_graphs
+    capture_graphs = kernels.capture_graphs
 
-    def capture_and_measure(*args, **options) -> None:
+    def capture_and_measure(*args, **options) -> graphs.CudaGraphs | None:
         before = count_driver_bytes()
-        capture_graphs(*args, **options)
+        captured = capture_graphs(*args, **options)
         parts["MB of graphs"].append((count_driver_bytes() - before) / 1e6)
+        return captured
 
     owners = {
         "Worker": executor,
         "optimize": startup,
         "profile": startup,
-        "capture_graphs": startup,
+        "capture_graphs": kernels,
         "run_dummy_step": startup,
-        "sample_each_kind": model_runner,
+        "sample_each_kind": model_runner.ModelRunner,
     }
     with ExitStack() as stack:
-        stack.enter_context(patch.object(startup, "capture_graphs", capture_and_measure))
+        stack.enter_context(patch.object(kernels, "capture_graphs", capture_and_measure))
         for name, owner in owners.items():
             parts[name] = []
             timed = _timed(getattr(owner, name), clock, parts[name])

@@ -130,7 +130,7 @@ STAGES = [
             ),
             test("linear", "triton_linear triton_experts"),
             test("sampler", "sampler_kernels kernelize flash_attn", "-k 'not cpp'"),
-            test("self-tests", "layer_check"),
+            test("self-tests", "self_tests"),
         ],
         side_by_side=True,
     ),

@@ -11,8 +11,7 @@ llm_engine.py       one step: schedule, forward, sample, read, record, commit
 input_processor.py  prompts to requests
 request.py          a sequence with text, as its caller sees it
 outputs.py          the types of results
-warm_up.py          sampling before the first request
 
 The core imports nothing of features/. Only input_processor.py, request.py and llm_engine.py use
-text, and only model_runner.py, rows.py and warm_up.py compute with tensors.
+text, and only model_runner.py and rows.py compute with tensors.
 """

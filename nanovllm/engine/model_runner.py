@@ -17,7 +17,6 @@ from nanovllm.engine.outputs import Logprobs
 from nanovllm.engine.rows import Rows
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
-from nanovllm.engine.warm_up import sample_each_kind, sample_test_rows
 from nanovllm.layers.batch import Batch, make_batch
 from nanovllm.layers.logprobs import find_logprobs, read_logprobs
 from nanovllm.layers.packing import to_device
@@ -26,6 +25,7 @@ from nanovllm.layers.sampler import Sampler, make_sampling_batch
 from nanovllm.models.spec import ModelSpec
 from nanovllm.utils.helpers import cdiv
 from nanovllm.worker.device import engine_settings
+from nanovllm.worker.dummy_steps import SAMPLING_KINDS, sample_test_rows
 from nanovllm.worker.executor import Executor, MultiRankExecutor
 from nanovllm.worker.startup import start_worker
 from nanovllm.worker.state_slots import FIRST_LANE
@@ -74,8 +74,7 @@ class ModelRunner:
                 self_test = partial(sample_test_rows, self.sampler, spec.dtype)
                 run = self_test if self.device.type == "cuda" else None
                 worker.kernels.kernelize(self.sampler, self.device, spec.dtype, run)
-            sample = partial(sample_each_kind, self)
-            self.executor.call(start_worker, worker, sample)
+            self.executor.call(start_worker, worker, self.sample_each_kind)
         # The block tables of all lanes, so that a decode need not copy its whole table.
         self.block_tables = np.zeros((worker.plan.num_lanes, worker.block_table_width), np.int32)
 
@@ -159,3 +158,17 @@ class ModelRunner:
         for feature in reversed(self.features.sampled):
             token_ids = feature.sampled(step, token_ids)
         return token_ids, logprobs
+
+    def sample_each_kind(self, logits: Tensor) -> None:
+        """Sample from the `logits` [num_rows, vocab_size] of a dummy step in each way.
+
+        On a GPU this lets MemoryMeter see the peak of sampling, and compiles the kernels. The
+        memory of penalties depends on the longest sequence.
+        """
+        for params in SAMPLING_KINDS:
+            step = Step()
+            for seq_id in range(len(logits)):
+                num_tokens = self.executor.worker.max_model_len if seq_id == 0 else 1
+                seq = Sequence(seq_id, [0] * num_tokens, params, stop_token_ids=frozenset([0]))
+                step.add(seq, num_tokens=1, num_logits=1)
+            self.read(self.sample(logits, step))

@@ -7,9 +7,7 @@ select.py             chooses the attention backend: how K/V are stored and read
 replacement.py        replaces the layers of a model by optimized subclasses
 optimized_layer.py    the rules for replacing the class of a live layer, and what prevents it
 optimized_sampler.py  what the samplers for CPUs and GPUs share
-attention_check.py    compares a backend with plain torch, on random batches
-layer_check.py        compares layers with plain torch, on recorded calls
-fallback.py           finds whether kernels fail, and reports what replaces them
+self_tests.py         compares backends and layers with plain torch, and finds which ones fail
 cpu/                  C++, compiled when an engine starts
 cuda/                 Triton, flash-attn and CUDA graphs (cuda/graphs.py)
 bench.py              a program that checks and times the attention kernels

@@ -2,7 +2,7 @@
 
     python -m nanovllm.kernels.bench --dtype float32
 
-attention_check.py makes the inputs. Caches are flushed before each timed call, because in a model
+self_tests.py makes the inputs. Caches are flushed before each timed call, because in a model
 the weights of the other layers evict the K/V between two calls.
 """
 
@@ -15,8 +15,8 @@ from itertools import product
 
 import torch
 
-from nanovllm.kernels.attention_check import BatchShape, compare_with_torch
 from nanovllm.kernels.select import select_backend
+from nanovllm.kernels.self_tests import BatchShape, compare_with_torch
 from nanovllm.layers.attention import AttentionShape
 from nanovllm.layers.backends import BACKENDS
 from nanovllm.utils.helpers import run_program

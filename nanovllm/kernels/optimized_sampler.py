@@ -1,7 +1,7 @@
 """What the optimized samplers for CPUs and GPUs have in common."""
 
-from nanovllm.kernels.fallback import report_once
 from nanovllm.kernels.optimized_layer import OptimizedLayer
+from nanovllm.kernels.self_tests import report_once
 from nanovllm.layers.batch import Filters, Noise
 from nanovllm.layers.sampler import Sampler
 

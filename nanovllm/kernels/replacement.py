@@ -13,8 +13,8 @@ from importlib import import_module
 import torch
 from torch import nn
 
-from nanovllm.kernels.layer_check import Call, check_call, record_calls, succeeds
 from nanovllm.kernels.optimized_layer import OptimizedLayer, install, uninstall
+from nanovllm.kernels.self_tests import Call, check_call, record_calls, succeeds
 from nanovllm.layers.quantized import QuantizedWeight
 from nanovllm.utils.helpers import report
 

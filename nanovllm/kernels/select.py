@@ -1,11 +1,11 @@
 """Chooses the attention backend of an engine, among those in layers/backends.py."""
 
+from dataclasses import fields
 from importlib import import_module
 
 import torch
 
-from nanovllm.kernels.attention_check import check_backend
-from nanovllm.kernels.fallback import find_failure, report_once
+from nanovllm.kernels.self_tests import check_backend, find_failure, report_once
 from nanovllm.layers.attention import AttentionShape, Backend
 from nanovllm.layers.backends import BACKENDS
 
@@ -31,7 +31,11 @@ def select_backend(
             size = block_size or backend.PREFERRED_BLOCK_SIZE
             reason = None
             for shape in shapes:
-                reason = reason or backend.reason_unavailable(device, dtype, shape, size)
+                reason = (
+                    reason
+                    or find_unknown_field(backend, shape)
+                    or backend.reason_unavailable(device, dtype, shape, size)
+                )
                 if reason is None and device.type == "cuda":
                     reason = find_failure(check_backend, backend, device, dtype, shape, size)
         except ImportError as error:
@@ -43,3 +47,17 @@ def select_backend(
             return backend, size
         reasons.append(f"attention_backend={candidate!r} cannot run here: {reason}")
     raise ValueError("; ".join(reasons))
+
+
+def find_unknown_field(backend: Backend, shape: AttentionShape) -> str | None:
+    """Return why a backend would ignore a field of `shape`, or None if it ignores none.
+
+    A new field therefore works without a change in kernels/, and layers that use it run in plain
+    torch. The default of a field must mean that it has no effect.
+    """
+    known = backend.KNOWN_FIELDS or vars(shape)
+    for field in fields(shape):
+        value = getattr(shape, field.name)
+        if field.name not in known and value != field.default:
+            return f"it does not support {field.name}={value!r}"
+    return None

@@ -28,6 +28,9 @@ SUPPORTS_CUDA_GRAPHS = False  # True if kernel launches depend on shapes only
 # The limit on draft tokens per sequence and step. Longer drafts are rarely accepted. If a backend's
 # verification is bitwise identical to decodes up to some length, this is that length.
 MAX_DRAFT_LEN = 7
+# The names of the fields of AttentionShape with which `attend` computes. A layer where another one
+# differs from its default cannot use the backend. None: all, because this module specifies them.
+KNOWN_FIELDS: set[str] | None = None
 
 TILE = 256  # queries that are computed together, which bounds the size of a mask
 ZEROED_TOKENS = 8192  # the default of max_num_batched_tokens

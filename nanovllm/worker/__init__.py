@@ -4,7 +4,7 @@ worker.py          one rank: loads the model, and turns batches into logits
 startup.py         prepares a worker: optimizes layers, sizes and allocates the KV cache
 cache_plan.py      how many blocks and lanes fit into memory
 memory.py          measures the memory of a GPU or of a machine
-dummy_steps.py     steps before the first request: self-tests, measurements, warm-up runs
+dummy_steps.py     work before the first request: self-tests, profile runs, warm-up runs
 state_slots.py     where recurrent states are kept
 executor.py        drives the workers of all ranks
 rank_process.py    the processes of ranks 1 and up, started by rank 0

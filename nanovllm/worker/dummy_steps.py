@@ -1,9 +1,11 @@
-"""Steps before the first request: for self-tests, measurements and warm-up runs.
+"""Work before the first request: for self-tests, measurements, CUDA graphs and warm-up runs.
 
 A batch is plain arrays, so it needs no sequences.
 """
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,10 +13,19 @@ from torch import Tensor
 
 from nanovllm.layers.batch import Batch, make_batch
 from nanovllm.layers.packing import copy_to
+from nanovllm.layers.sampler import Sampler, make_sampling_batch
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.helpers import cdiv
 from nanovllm.worker.state_slots import ZEROS
 from nanovllm.worker.worker import Worker
 
+SAMPLING_KINDS = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(),
+    SamplingParams(top_p=0.5),
+    # The most expensive kind comes last, so that its memory is on top of what the others keep.
+    SamplingParams(top_p=0.5, repetition_penalty=2.0, min_tokens=1, logprobs=20),
+]
 _TEST_LEN = 33  # tokens of a context: two chunks of recurrent states, and a large tile of GEMMs
 
 
@@ -67,23 +78,33 @@ def run_test_steps(worker: Worker) -> None:
     and a layer that writes nothing would not be noticed.
     """
     length = min(_TEST_LEN, worker.max_model_len)  # tokens of each context
-    blocks_per_seq = cdiv(length, worker.block_size)
-    num_blocks = 2 * blocks_per_seq
+    num_blocks = 2 * cdiv(length, worker.block_size)
     caches = worker.make_caches(worker.device, num_blocks, num_state_slots=2)
     random = torch.Generator(worker.device).manual_seed(0)
     for cache in caches:
         cache.normal_(generator=random)
-    numbers = np.arange(num_blocks, dtype=np.int32)
+    block_tables = np.arange(num_blocks, dtype=np.int32).reshape(2, -1)
     for first_id, query_lens in ((0, [length, 1]), (7, [1, 1]), (9, [1])):
         num_seqs = len(query_lens)
-        tables = numbers.reshape(2, -1)[:num_seqs]
         batch = make_batch(
             query_lens,
             [length] * num_seqs,
-            tables,
+            block_tables[:num_seqs],
             worker.block_size,
-            state_slots=numbers[:num_seqs],
+            [(first_id + i) % worker.spec.vocab_size for i in range(sum(query_lens))],
+            state_slots=np.arange(num_seqs, dtype=np.int32),
         )
-        ids = (batch.positions + first_id) % worker.spec.vocab_size
-        batch = replace(batch, input_ids=ids)
         worker.model(copy_to(batch, worker.device), caches)
+
+
+def sample_test_rows(sampler: Sampler, dtype: torch.dtype) -> None:
+    """Sample rows of random logits in each way, for the self-test of the sampler."""
+    # Not the greedy kind, because 16-bit logits can be equal.
+    kinds = SAMPLING_KINDS[1:] * 8
+    # The fields of a row that make_sampling_batch reads.
+    rows: list[Any] = [SimpleNamespace(params=params, seed=0) for params in kinds]
+    hashes = sampler.token_hashes
+    random = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(len(rows), len(hashes), device="cpu", generator=random)
+    batch = make_sampling_batch(rows, [*range(len(rows))], len(hashes), hashes.device)
+    sampler(logits.to(hashes.device, dtype), batch)

@@ -20,6 +20,7 @@ from nanovllm.config import Config
 from nanovllm.layers.batch import Batch
 from nanovllm.models import weights
 from nanovllm.models.spec import ModelSpec
+from nanovllm.utils.checks import naming
 from nanovllm.worker.cache_plan import (
     ENLARGE_ADVICE,
     CachePlan,
@@ -36,6 +37,7 @@ from nanovllm.worker.dummy_steps import (
 )
 from nanovllm.worker.memory import release_free_memory, show_bytes
 from nanovllm.worker.process_groups import Place
+from nanovllm.worker.state_slots import StateSlots
 from nanovllm.worker.worker import Worker, fill_pending
 
 
@@ -81,8 +83,7 @@ def optimize(worker: Worker) -> None:
 
 def profile(worker: Worker) -> Tensor:
     """Run the largest step, in a KV cache of one block. Return its logits."""
-    worker.allocate(CachePlan(num_blocks=1))
-    capture_graphs(worker, worker.config.max_num_seqs, only_largest=True)
+    allocate(worker, CachePlan(num_blocks=1), is_profile=True)
     return run_dummy_step(worker, find_largest_step(worker))
 
 
@@ -108,8 +109,7 @@ def fill_memory(worker: Worker) -> None:
         )
     worker.max_model_len = min(worker.max_model_len, plan.num_tokens)
     worker.max_num_batched_tokens = plan.max_num_batched_tokens
-    worker.allocate(plan)
-    capture_graphs(worker, plan.num_lanes)
+    allocate(worker, plan)
     backend = f"{worker.backend.NAME} attention"
     worker.report(f"{worker.device}, {worker.spec.dtype}, {backend}; {plan.description}")
 
@@ -156,18 +156,38 @@ def make_step(worker: Worker) -> Callable[[Batch], Tensor]:
     return lambda batch: model(fill_pending(batch, newest_tokens), kv_caches)
 
 
-def capture_graphs(worker: Worker, num_lanes: int, only_largest: bool = False) -> None:
-    """Capture CUDA graphs of short steps, where there is a GPU for them."""
-    decodes = [1] * min(num_lanes, worker.max_num_batched_tokens)
-    kinds = [decodes, [2], [2, 1]]  # also a prompt, and a prompt beside a decode
-    if worker.kernels is not None and not worker.config.enforce_eager:
-        worker.graphs = worker.kernels.capture_graphs(
-            make_step(worker),
-            worker.model,
-            worker.backend,
-            [make_dummy_batch(worker, kind) for kind in kinds],
-            worker.device,
-            worker.max_num_batched_tokens,
-            worker.tp.minimum,
-            only_largest,
+def allocate(worker: Worker, plan: CachePlan, is_profile: bool = False) -> None:
+    """Replace the KV cache by one of this size.
+
+    Capture CUDA graphs of short steps, which read it, where there is a GPU for them. A profile run
+    captures only the largest one, for as many sequences as there can be.
+    """
+    # Release the old ones before the new ones are allocated.
+    worker.graphs = None
+    worker.kv_caches = []
+    torch.cuda.empty_cache()  # no effect without a GPU
+    problem = (
+        f"no memory for {plan.num_blocks} blocks of {worker.block_size} tokens: lower"
+        " num_kvcache_blocks, kvcache_block_size, kvcache_memory_bytes or max_num_seqs"
+    )
+    num_state_slots = StateSlots(worker.config, plan.num_lanes).count
+    with naming(problem, RuntimeError):  # torch's own error on any device
+        worker.kv_caches = worker.make_caches(
+            worker.device, plan.num_blocks, plan.num_window_blocks, num_state_slots
         )
+    worker.plan = plan
+    if worker.kernels is None or worker.config.enforce_eager:
+        return
+    num_seqs = worker.config.max_num_seqs if is_profile else plan.num_lanes
+    decodes = [1] * min(num_seqs, worker.max_num_batched_tokens)
+    kinds = [decodes, [2], [2, 1]]  # also a prompt, and a prompt beside a decode
+    worker.graphs = worker.kernels.capture_graphs(
+        make_step(worker),
+        worker.model,
+        worker.backend,
+        [make_dummy_batch(worker, kind) for kind in kinds],
+        worker.device,
+        worker.max_num_batched_tokens,
+        worker.tp.minimum,
+        only_largest=is_profile,
+    )

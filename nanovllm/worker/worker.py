@@ -27,7 +27,6 @@ from nanovllm.worker.cache_plan import CachePlan
 from nanovllm.worker.device import engine_settings, find_device
 from nanovllm.worker.memory import MemoryMeter, check_memory
 from nanovllm.worker.process_groups import Place, connect
-from nanovllm.worker.state_slots import StateSlots
 
 if TYPE_CHECKING:
     from nanovllm.kernels.cuda.graphs import CudaGraphs
@@ -83,7 +82,7 @@ class Worker:
             # Measures what this rank takes of a GPU's memory, from here on.
             self.meter = MemoryMeter(self.device) if self.device.type == "cuda" else None
             self.model = self.load_model(directory)
-        self.plan = CachePlan()  # the sizes of the KV cache, which `allocate` makes
+        self.plan = CachePlan()  # the sizes of the KV cache, which startup.py allocates
         self.kv_caches: list[Tensor] = []  # each layer's K/V or states
         self.graphs: CudaGraphs | None = None
         # What the newest step has sampled, at a fixed address, which CUDA graphs read.
@@ -161,23 +160,6 @@ class Worker:
         if self.device.type == "cuda":
             self.tp.group.abort()  # ends a collective operation that waits for a lost rank
         self.tp.leave()
-
-    def allocate(self, plan: CachePlan) -> None:
-        """Replace the KV cache by one of this size, which has no CUDA graphs yet."""
-        # Release the old one before the new one is allocated.
-        self.graphs = None
-        self.kv_caches = []
-        torch.cuda.empty_cache()  # no effect without a GPU
-        problem = (
-            f"no memory for {plan.num_blocks} blocks of {self.block_size} tokens: lower"
-            " num_kvcache_blocks, kvcache_block_size, kvcache_memory_bytes or max_num_seqs"
-        )
-        num_state_slots = StateSlots(self.config, plan.num_lanes).count
-        with naming(problem, RuntimeError):  # torch's own error on any device
-            self.kv_caches = self.make_caches(
-                self.device, plan.num_blocks, plan.num_window_blocks, num_state_slots
-            )
-        self.plan = plan
 
     def make_caches(
         self,

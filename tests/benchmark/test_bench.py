@@ -24,8 +24,8 @@ from nanovllm.benchmark.workloads import Request
 from nanovllm.checkpoints.formats import FP8, GPTQ, PackedFormat
 from nanovllm.checkpoints.quantization import INT4, INT8, Quantization
 from nanovllm.kernels import bench as kernels_bench
-from nanovllm.kernels.attention_check import BatchShape, compare_with_torch
 from nanovllm.kernels.bench import TOLERANCES
+from nanovllm.kernels.self_tests import BatchShape, compare_with_torch
 from nanovllm.layers import attention as reference
 from nanovllm.models.architectures import read_spec
 

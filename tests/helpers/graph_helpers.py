@@ -62,9 +62,12 @@ def capture_on_the_cpu(monkeypatch, decoder, backend, batches, **options):
 def replay_on_the_cpu(monkeypatch, max_num_tokens=64):
     """Let plain engines on the CPU replay their steps, from their start on."""
 
-    def capture_graphs(worker, *args):
+    allocate = startup.allocate
+
+    def allocate_and_capture(worker, *args):
+        allocate(worker, *args)
         if worker.kernels is None:
             worker.graphs = make_graphs(worker, max_num_tokens)
 
     repeat_steps(monkeypatch)
-    monkeypatch.setattr(startup, "capture_graphs", capture_graphs)
+    monkeypatch.setattr(startup, "allocate", allocate_and_capture)

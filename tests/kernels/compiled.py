@@ -42,7 +42,6 @@ from triton.runtime.jit import JITFunction
 from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoints.quantization import INT4, INT8
 from nanovllm.engine import model_runner
-from nanovllm.engine.warm_up import sample_each_kind
 from nanovllm.kernels import kernelize, replacement
 from nanovllm.kernels.cuda import graphs, layers, linear
 from nanovllm.kernels.cuda import triton_attention as attention
@@ -268,7 +267,7 @@ def serve(num_heads, num_kv_heads, vocab_size, enforce_eager):
         logits = run_dummy_step(rank, query_lens)
         # As of three ranks, whose padding is cut off. Later logits are contiguous.
         logits = F.pad(logits, (0, 1))[:, :-1]
-        sample_each_kind(runner, logits)
+        runner.sample_each_kind(logits)
     for name, (lengths, settings) in LIFE.items():
         part = name
         prompts = [[i + 1] * length for i, length in enumerate(lengths)]

@@ -1,7 +1,7 @@
 """Random layers, batches and settings that the tests of this folder share."""
 
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
 from shutil import which
@@ -16,6 +16,7 @@ from nanovllm.kernels import kernelize, replacement
 from nanovllm.kernels.cpu import layers as cpu_layers
 from nanovllm.kernels.cpu.gated_delta import FastGatedDeltaRule
 from nanovllm.layers import attention as torch_backend
+from nanovllm.layers.attention import AttentionShape
 from nanovllm.layers.gated_delta import DeltaInputs, DeltaSizes, GatedDeltaRule
 from nanovllm.layers.norm import RMSNorm, ZeroCenteredRMSNorm
 from nanovllm.layers.packing import copy_to
@@ -65,6 +66,13 @@ all_kernels = pytest.mark.parametrize(
         pytest.param("triton", DEVICE.type, marks=needs_triton, id="triton"),
     ],
 )
+
+
+@dataclass(frozen=True)
+class ShapeWithNewField(AttentionShape):
+    """The attention of a layer that has an option more."""
+
+    new_field: float | None = None
 
 
 def triton_layers():

@@ -5,6 +5,7 @@ All slots that no context covers hold NaN, so that a read out of bounds shows. W
 Triton's kernels run in its interpreter. That cannot multiply bfloat16, which is left out.
 """
 
+from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
@@ -26,6 +27,7 @@ from kernel_helpers import (
     CPU,
     DTYPES,
     SCALE,
+    ShapeWithNewField,
     all_dtypes,
     attend,
     compare_attention,
@@ -33,11 +35,12 @@ from kernel_helpers import (
     needs_compiler,
 )
 
-from nanovllm.kernels.attention_check import check_backend
 from nanovllm.kernels.cpu import attention as cpp_backend
+from nanovllm.kernels.select import report_once, select_backend
+from nanovllm.kernels.self_tests import check_backend
 from nanovllm.layers import attention as torch_backend
 from nanovllm.layers import batch as batches
-from nanovllm.layers.attention import find_first_visible, make_cache
+from nanovllm.layers.attention import AttentionShape, find_first_visible, make_cache
 from nanovllm.layers.backends import BACKENDS
 
 # num_heads, num_kv_heads, head_dim
@@ -92,6 +95,39 @@ def test_backend_matches_the_torch_backend(name, dtype, batch_name, heads, block
         BATCHES[batch_name], heads, block_size, dtype, TEST_DEVICES[name], window, fills_blocks
     )
     compare_attention(load_backend(name), *step, window)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("value", [None, 50.0])
+def test_no_backend_ignores_a_new_field(capfd, name, value):
+    """With its default the field has no effect. Plain torch specifies what it means otherwise."""
+    device = TEST_DEVICES[name]
+    if device is None:
+        pytest.skip(find_obstacle(name, DEVICE, torch.float16))
+    dtype = next(each for each in DTYPES if find_obstacle(name, device, each) is None)
+    plain = make_shape(4, 2, 16)
+    shape = ShapeWithNewField(*vars(plain).values(), new_field=value)
+    engine = (device, dtype, [plain, shape], None)
+    problem = f"attention_backend='{name}' cannot run here: it does not support new_field=50.0"
+    if value is not None and name != "torch":
+        with pytest.raises(ValueError, match=problem):
+            select_backend(name, *engine)
+        if device.type in BACKENDS[name].device_types:
+            report_once.cache_clear()
+            assert select_backend("auto", *engine)[0] is torch_backend
+            assert problem in capfd.readouterr().err
+        return
+    backend, block_size = select_backend(name, *engine)
+    assert backend is load_backend(name)
+    step = make_step(([3, 1], [9, 20]), (4, 2, 16), block_size, dtype, device)
+    torch.testing.assert_close(backend.attend(*step, shape), backend.attend(*step, plain))
+
+
+def test_backends_know_only_fields_that_layers_have():
+    names = {field.name for field in fields(AttentionShape)}
+    for name, device in TEST_DEVICES.items():
+        if device is not None and name != "torch":
+            assert load_backend(name).KNOWN_FIELDS <= names
 
 
 def attend_by_definition(query, kv_cache, batch, scale, window):

@@ -1,14 +1,16 @@
 """The flash_attn backend calls the package as documented. A stand-in computes with torch."""
 
 import sys
+from dataclasses import replace
 from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import DEVICE, make_batch, make_shape
-from kernel_helpers import BATCHES, CPU, compare_attention, make_step
+from kernel_helpers import BATCHES, CPU, ShapeWithNewField, compare_attention, make_step
 
+from nanovllm.kernels.select import find_unknown_field
 from nanovllm.layers import attention as torch_backend
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -95,6 +97,12 @@ def test_flash_attn_names_what_it_does_not_support(backend):
     for head_dim in (10, 264):
         other = make_shape(head_dim=head_dim)
         assert "head_dim" in backend.reason_unavailable(gpu, bf16, other, 256)
+
+
+def test_flash_attn_ignores_no_new_field(backend):
+    shape = ShapeWithNewField(*vars(make_shape(window=4)).values())
+    assert find_unknown_field(backend, shape) is None
+    assert "new_field=50.0" in find_unknown_field(backend, replace(shape, new_field=50.0))
 
 
 def test_a_missing_package_is_named(make_llm, monkeypatch):

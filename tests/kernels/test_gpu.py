@@ -31,7 +31,7 @@ from kernel_helpers import (
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoints.quantization import INT4, INT8
-from nanovllm.kernels.layer_check import list_tensors
+from nanovllm.kernels.self_tests import list_tensors
 from nanovllm.layers.linear import ColumnParallelLinear
 from nanovllm.layers.tensor_parallel import ALONE
 from nanovllm.models.moe import Experts

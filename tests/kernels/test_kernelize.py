@@ -14,9 +14,9 @@ from conftest import DEVICE, generate_ids, greedy, make_checkpoint, make_shape, 
 from kernel_helpers import CPU, make_spec, needs_compiler, needs_triton, optimize, triton_layers
 
 from nanovllm import SamplingParams
-from nanovllm.kernels import fallback, replacement, select
-from nanovllm.kernels.attention_check import check_backend
+from nanovllm.kernels import replacement, select, self_tests
 from nanovllm.kernels.cpu import library
+from nanovllm.kernels.self_tests import check_backend
 from nanovllm.layers import attention as torch_backend
 from nanovllm.layers.backends import BACKENDS
 from nanovllm.models.decoder import Attention
@@ -59,7 +59,10 @@ def test_auto_skips_a_backend_that_fails_on_this_gpu(monkeypatch, capfd, forget_
         raise RuntimeError("no kernel image is available for execution on the device")
 
     failing = SimpleNamespace(
-        PREFERRED_BLOCK_SIZE=256, reason_unavailable=lambda *_: None, make_cache=fail
+        PREFERRED_BLOCK_SIZE=256,
+        KNOWN_FIELDS=None,
+        reason_unavailable=lambda *_: None,
+        make_cache=fail,
     )
     monkeypatch.setitem(sys.modules, BACKENDS["flash_attn"].module, None)
     monkeypatch.setitem(sys.modules, BACKENDS["triton"].module, failing)
@@ -108,7 +111,7 @@ def test_small_blocks_on_a_gpu_are_explained_once(monkeypatch, capfd, forget_ker
 def forget_kernels():
     """Clear the caches of what works here, before and after the test."""
     cached = [library.reason_unavailable, library.load]
-    cached += [replacement.find_optimized_layers, fallback.report_once]
+    cached += [replacement.find_optimized_layers, self_tests.report_once]
     for function in cached:
         function.cache_clear()
     yield

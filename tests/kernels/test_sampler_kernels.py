@@ -12,7 +12,7 @@ from conftest import cover_pairs, make_sampling_batch
 from kernel_helpers import all_kernels, optimize
 
 from nanovllm import SamplingParams
-from nanovllm.kernels.fallback import report_once
+from nanovllm.kernels.self_tests import report_once
 from nanovllm.layers.batch import SamplingBatch
 from nanovllm.layers.sampler import Sampler
 

@@ -8,7 +8,6 @@ import torch
 from conftest import VOCAB_SIZE
 
 from nanovllm.config import MAX_DRAFT_STEP, Config
-from nanovllm.engine.warm_up import sample_each_kind
 from nanovllm.layers import attention
 from nanovllm.layers.tensor_parallel import TensorParallel
 from nanovllm.utils.helpers import cdiv
@@ -148,7 +147,7 @@ def test_few_sequences_can_warm_up(make_llm, max_num_seqs):
 
     def sample(logits):
         seen.append(len(logits))
-        sample_each_kind(runner, logits)
+        runner.sample_each_kind(logits)
 
     warm_up(runner.executor.worker, sample)
     assert seen == [min(33, max_num_seqs), 1]
@@ -158,7 +157,7 @@ def test_the_profile_run_ends_with_the_costliest_sampling(make_llm):
     llm = make_llm()
     runner = llm.model_runner
     runner.sample = Mock(wraps=runner.sample)
-    sample_each_kind(runner, torch.zeros(7, VOCAB_SIZE))
+    runner.sample_each_kind(torch.zeros(7, VOCAB_SIZE))
     _, step = runner.sample.call_args.args
     assert max(len(seq.token_ids) for seq in step.seqs) == llm.max_model_len
     for seq in step.seqs:

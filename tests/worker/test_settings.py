@@ -12,6 +12,7 @@ from front_helpers import PROMPTS, interrupt_in
 from nanovllm import DEMO_MODEL, LLM, SamplingParams, kernels
 from nanovllm.engine import model_runner
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.worker import startup
 from nanovllm.worker.device import find_device
 from nanovllm.worker.worker import Worker
 
@@ -104,7 +105,7 @@ def test_the_engine_computes_on_its_gpu_without_autocast(make_llm, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "device_index", device_index)
     parts = [
         (kernels, "select_backend"),
-        (Worker, "allocate"),
+        (startup, "allocate"),
         (kernels, "capture_graphs"),
         (Worker, "compute"),
         (model_runner, "make_sampling_batch"),

@@ -18,6 +18,8 @@ NAME = "cpp"
 PREFERRED_BLOCK_SIZE = 16
 SUPPORTS_CUDA_GRAPHS = False
 MAX_DRAFT_LEN = SHORT_QUERY - 1  # a draft follows the newest token
+# FusedLayers attends with these fields, too.
+KNOWN_FIELDS = {"num_heads", "num_kv_heads", "head_dim", "scale", "window"}
 
 
 def reason_unavailable(

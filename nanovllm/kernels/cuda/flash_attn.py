@@ -24,6 +24,7 @@ from nanovllm.layers.batch import Batch
 NAME = "flash_attn"
 PREFERRED_BLOCK_SIZE = 256
 SUPPORTS_CUDA_GRAPHS = True
+KNOWN_FIELDS = {"num_heads", "num_kv_heads", "head_dim", "scale", "window"}
 GRAPHS_HAVE_DECODES_ONLY = True  # other launches take lengths from the host
 
 

@@ -19,8 +19,8 @@ from nanovllm.kernels.cuda.layer_kernels import (
     rotate_and_store_kernel,
 )
 from nanovllm.kernels.cuda.triton_attention import store_kvcache
-from nanovllm.kernels.fallback import find_failure
 from nanovllm.kernels.optimized_layer import OptimizedLayer, has_parts
+from nanovllm.kernels.self_tests import find_failure
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.models.decoder import Attention, CosSin, CosSins, DecoderLayer, DecoderLayers

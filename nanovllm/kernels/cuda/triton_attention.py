@@ -26,6 +26,7 @@ from nanovllm.layers.batch import Batch
 NAME = "triton"
 PREFERRED_BLOCK_SIZE = 16
 SUPPORTS_CUDA_GRAPHS = True
+KNOWN_FIELDS = {"num_heads", "num_kv_heads", "head_dim", "scale", "window"}
 
 _LOG2_E = 1.4426950408889634
 

@@ -15,12 +15,10 @@ from kernel_helpers import CPU, make_spec, needs_triton, randomize, triton_layer
 
 from nanovllm import LLM
 from nanovllm.checkpoints.quantization import INT8
-from nanovllm.engine.warm_up import sample_test_rows
 from nanovllm.kernels import kernelize, replacement
 from nanovllm.kernels.cuda import graphs
-from nanovllm.kernels.fallback import find_failure
-from nanovllm.kernels.layer_check import Call, check_call
 from nanovllm.kernels.optimized_layer import OptimizedLayer
+from nanovllm.kernels.self_tests import Call, check_call, find_failure
 from nanovllm.layers import attention as torch_backend
 from nanovllm.layers.gated_delta import GatedDeltaRule
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -28,7 +26,7 @@ from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models.decoder import MLP, Attention, DecoderLayers
 from nanovllm.models.quantized_layers import QUANTIZABLE, quantize_layer
-from nanovllm.worker.dummy_steps import make_dummy_batch, run_test_steps
+from nanovllm.worker.dummy_steps import make_dummy_batch, run_test_steps, sample_test_rows
 
 LINEAR = {ColumnParallelLinear, RowParallelLinear}
 LAYERS = {RMSNorm, MLP, Attention, DecoderLayers, *LINEAR}
