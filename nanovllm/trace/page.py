@@ -29,7 +29,7 @@ def read_template() -> str:
 def list_fields(part: Trace | TracedStep | Work) -> Facts:
     """Return the fields of a part of a trace, for json.dumps.
 
-    A Work has only those that differ from a decode within a block, which most work is.
+    Default values of a Work are left out, because most work is a decode within a block.
     """
     if not isinstance(part, Work):
         return vars(part)

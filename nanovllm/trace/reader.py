@@ -1,4 +1,4 @@
-"""Reads the file that timeline.py writes."""
+"""Reads the file that timeline.py writes. Events that repeat facts for Perfetto are skipped."""
 
 import json
 from pathlib import Path
@@ -21,11 +21,9 @@ def read(path: str | Path) -> Trace:
                 case "settings":
                     trace.settings = facts
                 case "step":
-                    trace.steps.append(TracedStep(**facts, work=[], preempted=[]))
-                case "work":
+                    trace.steps.append(TracedStep(**facts, work=[]))
+                case "prefill" | "decode" | "preempted":
                     trace.steps[-1].work.append(Work(**facts))
-                case "preemption":
-                    trace.steps[-1].preempted.append(Work(**facts))
     if not trace.steps:
         raise ValueError(f"{path} contains no steps")
     return trace

@@ -6,16 +6,15 @@ Recorder is the last of the engine's features. In a step:
     admitted, releasing            collect admissions and preemptions
     planned, prepared, computed    end their phases
     processed                      describes the choices that grammars leave to the model
-    sampled                        describes the plan: a TracedStep, with a Work for each sequence
+    sampled                        makes the TracedStep, with a Work for each sequence
     recorded                       adds the result, and writes the step
 
-The plan is described before the result is recorded, because that removes drafts, and the lane and
+The step is described before its result is recorded, because that removes drafts, and the lane and
 the blocks of a sequence that finishes. An interrupted step needs no cleanup, because `begin_step`
-comes next.
+discards it.
 
-A new fact is a field in step.py and a line here. A fact about a step is set in `_describe_plan`
-(before its result) or `recorded`, one about a sequence in `_describe_work` or `_add_result`. The
-file, the reader and the data of the page then have it, too.
+A new fact is a field in step.py and a line in `sampled` or `_describe_work`, or in `recorded` if it
+is known only after the step. The file, the reader and the data of the page then have it, too.
 """
 
 import time
@@ -71,7 +70,11 @@ class Recorder(Feature):
         self.trace.steps.append(step)
 
     def reset(self) -> None:
-        """The next step names all its tokens, because the last one may not have been written."""
+        """The KV cache was emptied.
+
+        The next step records all its texts, because an interrupt may have prevented the last step
+        from being written.
+        """
         self.is_reset = True  # until the next step is written
         self.named: set[int] = set()  # tokens whose texts are recorded
 
@@ -114,7 +117,7 @@ class Recorder(Feature):
             # Otherwise the forward pass would be measured as sampling.
             torch.cuda.synchronize(logits.device)
         self._mark_time("forward")
-        if any([has_grammar(seq) for seq in step.seqs]):
+        if any([seq.params.structured_outputs for seq in step.seqs]):
             self.logits.append(logits)
         return logits
 
@@ -126,32 +129,29 @@ class Recorder(Feature):
             allowed = apply_penalties(logits, rows)  # as in the step itself, which bans stop tokens
             for row, seq in enumerate(rows):
                 is_first = seq not in self.choices  # other rows follow draft tokens
-                if has_grammar(seq) and is_first:
+                if seq.params.structured_outputs and is_first:
                     self.choices[seq] = describe_choice(preferred[row], allowed[row])
         return logits
 
     def sampled(self, step: Step, token_ids: list[list[int]]) -> list[list[int]]:
+        """Describe the step, before other features verify drafts."""
         self._mark_time("sample")
-        self.block_tables = {seq: list(seq.block_table) for seq in step.seqs}
-        self.works = {seq: self._describe_work(step, i) for i, seq in enumerate(step.seqs)}
-        self.traced = self._describe_plan(step)
-        return token_ids
-
-    def _describe_plan(self, step: Step) -> TracedStep:
-        scheduler = self.scheduler
-        facts: Facts = {}
-        for feature in scheduler.features:
-            step_facts, seq_facts = feature.describe(step)
-            facts |= step_facts
-            for seq in seq_facts:
-                self.works[seq].features |= seq_facts[seq]
         times: Facts = {}
         for (_, start), (phase, end) in pairwise(self.times.items()):
             times[f"{phase}_ms"] = (end - start) / 1e3
+        scheduler = self.scheduler
+        self.block_tables = {seq: list(seq.block_table) for seq in step.seqs}
+        self.works = {seq: self._describe_work(step, i) for i, seq in enumerate(step.seqs)}
+        features: Facts = {}
+        for feature in scheduler.features:
+            step_facts, seq_facts = feature.describe(step)
+            features |= step_facts
+            for seq in seq_facts:
+                self.works[seq].features |= seq_facts[seq]
         kinds = {work.kind for work in self.works.values()}
         waiting = islice(scheduler.waiting, _NUM_WAITING)
         free = islice(scheduler.block_manager.free_block_ids, _NUM_FREE)
-        return TracedStep(
+        self.traced = TracedStep(
             step=self.num_steps,
             is_reset=self.is_reset,
             start_us=self.times["start"],
@@ -161,10 +161,10 @@ class Recorder(Feature):
             waiting_requests=[(seq.seq_id, len(seq.token_ids)) for seq in waiting],
             running_requests=[seq.seq_id for seq in scheduler.running],
             next_free_blocks=list(free),
-            features=facts,
-            work=list(self.works.values()),
-            preempted=self.preempted,
+            features=features,
+            work=[*self.works.values(), *self.preempted],
         )
+        return token_ids
 
     def _describe_work(self, step: Step, index: int) -> Work:
         seq = step.seqs[index]
@@ -173,67 +173,61 @@ class Recorder(Feature):
         if not step.is_decode(index):
             work.kind = "prefill"
             work.num_tokens = step.num_tokens[index]
-        num_known_blocks = cdiv(start, self.scheduler.block_size)
         if seq in self.new_seqs:
-            num_known_blocks = 0
             work.num_reused_tokens = start
             work.num_prompt_tokens = seq.num_prompt_tokens
             work.token_ids = list(seq.token_ids)
+        num_known_blocks = cdiv(start - work.num_reused_tokens, self.scheduler.block_size)
         work.blocks = seq.block_table[num_known_blocks:]
         work.full_blocks = self._list_full_blocks(seq, start, start + work.num_tokens)
         return work
 
     def recorded(self, step: Step) -> None:
-        """Add the result."""
+        """Add the result, and write the step."""
         for seq, _, num_logits in step:
-            self._add_result(self.works[seq], seq, num_logits)
+            work = self.works[seq]
+            end = work.start + work.num_tokens
+            if num_logits > 0:
+                work.new_token_ids = seq.token_ids[end:]
+                work.num_accepted_tokens = num_logits - 1
+            # Accepted tokens have filled blocks, and a duplicate is cached now if its cached copy
+            # was evicted in this step.
+            known = set(work.full_blocks)
+            blocks = self._list_full_blocks(seq, work.start, end + work.num_accepted_tokens)
+            work.late_blocks = [block for block in blocks if block not in known]
+            work.finish_reason = seq.finish_reason
         scheduler = self.scheduler
         traced = self.traced
-        traced.texts = self._name_tokens()
+        traced.texts = self._name_tokens(traced.work)
         traced.sequences = {"waiting": len(scheduler.waiting), "running": len(scheduler.running)}
         traced.blocks = scheduler.block_manager.count_states()
         self.is_reset = False
         self.num_steps += 1
         self.write(traced)  # last, so that an interrupt that follows finds the state above
 
-    def _add_result(self, work: Work, seq: Sequence, num_logits: int) -> None:
-        end = work.start + work.num_tokens
-        if num_logits > 0:
-            work.new_token_ids = seq.token_ids[end:]
-            work.num_accepted_tokens = num_logits - 1
-        # Accepted tokens have filled blocks, and a duplicate is cached now if its cached copy was
-        # evicted in this step.
-        blocks = self._list_full_blocks(seq, work.start, end + work.num_accepted_tokens)
-        work.late_blocks = [block for block in blocks if block not in work.full_blocks]
-        work.finish_reason = seq.finish_reason
-
     def _list_full_blocks(self, seq: Sequence, start: int, end: int) -> list[FullBlock]:
         """List the blocks that the tokens from position `start` to `end` make full."""
         manager = self.scheduler.block_manager
         if not manager.enable_prefix_caching:
             return []
-        full: list[FullBlock] = []
-        for index in range(start // manager.block_size, end // manager.block_size):
-            block = manager.blocks[self.block_tables[seq][index]]
-            full.append((block.block_id, block.is_cached, f"{seq.block_hashes[index]:032x}"))
-        return full
+        span = slice(start // manager.block_size, end // manager.block_size)
+        return [
+            (block_id, manager.blocks[block_id].is_cached, f"{block_hash:032x}")
+            for block_id, block_hash in zip(self.block_tables[seq][span], seq.block_hashes[span])
+        ]
 
-    def _name_tokens(self) -> dict[int, str]:
+    def _name_tokens(self, works: list[Work]) -> dict[int, str]:
         """Return the texts of tokens of this step that no earlier step has recorded."""
         if self.vocabulary.tokenizer is None:
             return {}
         shown: set[int] = set()
-        for work in self.traced.work:
+        for work in works:
             for name, value in {**vars(work), **work.features}.items():
                 if name.endswith("token_ids"):
                     shown.update(value)
         new = shown - self.named
         self.named |= new
         return {token_id: self.vocabulary.name(token_id) for token_id in sorted(new)}
-
-
-def has_grammar(seq: Sequence) -> bool:
-    return seq.params.structured_outputs is not None
 
 
 def describe_choice(logits: Tensor, processed: Tensor) -> Facts:

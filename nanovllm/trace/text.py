@@ -21,9 +21,11 @@ _COUNTERS = (
 def render(steps: list[TracedStep], width: int = 100) -> str:
     """Render the first steps, as many as fit into `width` columns, and a legend."""
     rows = {"step": [str(index) for index in range(len(steps))]}
-    cells = [_list_cells(step) for step in steps]
-    for lane in sorted({lane for column in cells for lane in column}):
-        rows[f"lane {lane}"] = [column.get(lane, "") for column in cells]
+    for lane in sorted({work.lane for step in steps for work in step.work}):
+        rows[f"lane {lane}"] = [""] * len(steps)
+    for index, step in enumerate(steps):
+        for work in step.work:
+            rows[f"lane {work.lane}"][index] = _describe(work)
     rows["tokens"] = [str(step.num_tokens) for step in steps]
     rows["waiting"] = [str(step.sequences["waiting"]) for step in steps]
     for state in steps[0].blocks:
@@ -43,12 +45,8 @@ def render(steps: list[TracedStep], width: int = 100) -> str:
     return "\n".join(lines + wrap(_LEGEND, width) + wrap(_COUNTERS, width))
 
 
-def _list_cells(step: TracedStep) -> dict[int, str]:
-    """What each lane did in a step."""
-    return {work.lane: _describe(work) for work in step.work + step.preempted}
-
-
 def _describe(work: Work) -> str:
+    """What a lane does in a step."""
     letter = chr(ord("A") + work.request_id % 26)
     if work.kind == "preempted":
         return f"!{letter}"

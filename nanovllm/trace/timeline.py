@@ -5,11 +5,12 @@
     lane 1    | prefill 1            | decode 1         |    tokens that are computed and reused
     counters    waiting and running sequences; used, reusable and empty blocks of each pool
 
-ui.perfetto.dev opens the file. The category of an event ("cat") says what it is, and its args are
-the fields of step.py. A trace contains the prompts and the outputs.
+ui.perfetto.dev opens the file. The category of an event ("cat") says what it is. Its args are the
+fields that step.py explains, so that reader.py can restore them. A trace contains the prompts and
+the outputs.
 
 A step is written when it ends. The file is a complete JSON array after every step, because each
-write replaces the closing bracket. What happens in the engine is described by recorder.py.
+write replaces the closing bracket.
 """
 
 import json
@@ -21,7 +22,7 @@ from nanovllm.trace.recorder import Recorder
 from nanovllm.trace.step import TracedStep
 
 # How the format draws the categories of events ("ph"). All others have a duration: "X".
-_DRAWN = {"settings": "M", "track": "M", "preemption": "i", "counters": "C"}
+_DRAWN = {"settings": "M", "track": "M", "preempted": "i", "counters": "C"}
 _END = b"\n]\n"
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -41,28 +42,27 @@ def make_event(category: str, track: int, name: str, facts: Facts, **when: int) 
 def make_events(step: TracedStep) -> list[Facts]:
     """Return the events of a step, that of the whole step first."""
     facts = {**vars(step)}
-    del facts["work"], facts["preempted"]  # they have their own events
-    start = end = step.start_us
+    del facts["work"]  # each work has its own event
+    end = step.start_us
     phases: list[Facts] = []
-    for name in ("schedule", "prepare", "forward", "sample"):
-        duration = round(facts[f"{name}_ms"] * 1e3)
-        phases.append(make_event("phase", 0, name, {}, ts=end, dur=duration))
+    for phase in ("schedule", "prepare", "forward", "sample"):
+        duration = round(facts[f"{phase}_ms"] * 1e3)
+        phases.append(make_event("phase", 0, phase, {}, ts=end, dur=duration))
         end += duration
+    start = {"ts": step.start_us}
+    whole = {**start, "dur": end - step.start_us}
     noun = "token" if step.num_tokens == 1 else "tokens"
     name = f"{step.kind}: {step.num_tokens} {noun}"
-    events = [make_event("step", 0, name, facts, ts=start, dur=end - start), *phases]
+    events = [make_event("step", 0, name, facts, **whole), *phases]
     for work in step.work:
         name = f"{work.kind} {work.request_id}"
-        track = work.lane + 1
-        events.append(make_event("work", track, name, vars(work), ts=start, dur=end - start))
-    for seq in step.preempted:
-        name = f"preempted {seq.request_id}"
-        events.append(make_event("preemption", seq.lane + 1, name, vars(seq), ts=start))
-    events.append(make_event("counters", 0, "sequences", step.sequences, ts=end))
-    events.append(make_event("counters", 0, "blocks", step.blocks, ts=end))
+        when = start if work.kind == "preempted" else whole
+        events.append(make_event(work.kind, work.lane + 1, name, vars(work), **when))
+    for name in ("sequences", "blocks"):  # as the step leaves them
+        events.append(make_event("counters", 0, name, facts[name], ts=end))
     if "window_pool" in step.features:  # the second pool during the step
         pool = step.features["window_pool"]
-        events.append(make_event("counters", 0, "window blocks", pool, ts=start))
+        events.append(make_event("counters", 0, "window blocks", pool, **start))
     return events
 
 

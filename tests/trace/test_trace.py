@@ -90,6 +90,25 @@ def test_it_is_true_after_every_step(tiny, path, options):
     assert recorder.file.closed
 
 
+def test_a_trace_is_read_as_it_was_recorded(tiny, path, monkeypatch):
+    recorded = []
+    write = TraceFile.write
+
+    def write_and_keep(self, step):
+        recorded.append(step)
+        write(self, step)
+
+    monkeypatch.setattr(TraceFile, "write", write_and_keep)
+    with LLM(tiny[0], trace=path, num_speculative_tokens=2, **SMALL) as llm:
+        make_drafts_free(llm)
+        generate_ids(llm, PROMPTS, greedy(14))
+        assert llm.stats["num_preemptions"]
+    read, expected = [
+        json.dumps(steps, default=vars) for steps in (trace.read(path).steps, recorded)
+    ]
+    assert read == expected
+
+
 def test_a_duplicate_is_cached_when_its_copy_is_evicted_in_the_same_step(tiny, path):
     options = {"kvcache_block_size": 4, "num_kvcache_blocks": 5, "max_model_len": 16}
     with LLM(tiny[0], trace=path, **options) as llm:
@@ -99,7 +118,7 @@ def test_a_duplicate_is_cached_when_its_copy_is_evicted_in_the_same_step(tiny, p
         llm.generate([prompt, random_prompt(2, 12)], greedy(1), use_tqdm=False)
         cached = llm.scheduler.block_manager.hash_to_block_id
     _, step = trace.read(path).steps
-    (work, _) = step.work
+    work = step.work[0]
     (planned,) = work.full_blocks
     (late,) = work.late_blocks
     block_id, is_cached, block_hash = late
