@@ -67,10 +67,9 @@ class LLM(ThreadSafeEngine):
             Windows(),
         ]
         if config.trace is not None:
-            from nanovllm.trace.recorder import Recorder
             from nanovllm.trace.timeline import TraceFile
 
-            features.append(Recorder(TraceFile(config.trace)))
+            features.append(TraceFile(config.trace))
         try:
             super().__init__(config, features)
         except BaseException:

@@ -27,10 +27,9 @@ from nanovllm.features.speculation.drafts import Drafts
 from nanovllm.server.engine_thread import EngineThread, Stream
 from nanovllm.server.errors import JsonObject, blaming
 from nanovllm.server.openai_api import Endpoint
-from nanovllm.trace.page import read_template, shorten
-from nanovllm.trace.reader import Reader
+from nanovllm.trace.page import list_fields, read_template
 from nanovllm.trace.recorder import Recorder
-from nanovllm.trace.timeline import Event, Timeline
+from nanovllm.trace.step import TracedStep
 from nanovllm.utils.checks import (
     check_choice,
     check_int,
@@ -79,20 +78,14 @@ SECURITY_POLICY = (
 )
 
 
-class LiveTimeline(Timeline):
+class LiveRecorder(Recorder):
     """Keeps the steps of an engine in memory, as JSON for the page."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.reader = Reader()
         self.steps: list[str] = []
 
-    def write(self, events: list[Event]) -> None:
-        for event in events:
-            self.reader.add(event)
-        for step in self.reader.steps:
-            self.steps.append(json.dumps(shorten(step)))
-        self.reader.steps.clear()
+    def write(self, step: TracedStep) -> None:
+        self.steps.append(json.dumps(step, default=list_fields))
 
 
 class Playground(EngineThread):
@@ -131,8 +124,8 @@ class Playground(EngineThread):
 
     def record(self) -> None:
         """Record the steps of a new engine."""
-        self.timeline = LiveTimeline()
-        self.llm.add_feature(Recorder(self.timeline))
+        self.recorder = LiveRecorder()
+        self.llm.add_feature(self.recorder)
         for feature in self.llm.features:
             if isinstance(feature, Drafts):
                 # Measured costs would decide against drafts on a slow or busy machine.
@@ -162,7 +155,7 @@ class Playground(EngineThread):
 
     def add_due(self) -> None:
         for stream, step in list(self.late.items()):
-            if step <= len(self.timeline.steps) or self.llm.is_finished():
+            if step <= len(self.recorder.steps) or self.llm.is_finished():
                 del self.late[stream]
                 self.add(stream)
 
@@ -179,7 +172,7 @@ class Playground(EngineThread):
         self.num_single_steps = max(0, self.num_single_steps - 1)
         self.next_time = time.monotonic() + (self.pause or 0.0)
         self.add_due()
-        if len(self.timeline.steps) > MAX_STEPS and self.llm.is_finished():
+        if len(self.recorder.steps) > MAX_STEPS and self.llm.is_finished():
             self.change_engine({})
         self.announce()
 
@@ -237,7 +230,7 @@ class Playground(EngineThread):
             if run_number != self.run_number:
                 run_number = self.run_number
                 position = 0
-            steps = self.timeline.steps[position:]
+            steps = self.recorder.steps[position:]
             state = json.dumps({**self._describe(), "first": position})
             position += len(steps)
             yield f'data: {state[:-1]}, "steps": [{", ".join(steps)}]}}\n\n'
@@ -248,7 +241,7 @@ class Playground(EngineThread):
         waiting = list(self.llm.scheduler.waiting)[:20]
         return {
             "run": self.run_number,
-            "settings": self.timeline.reader.settings,
+            "settings": self.recorder.trace.settings,
             "options": {name: self.options[name] for name in DEFAULTS},
             "pause": self.pause,
             "is_idle": self.llm.is_finished(),

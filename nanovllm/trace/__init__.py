@@ -1,9 +1,9 @@
 """The timeline of an engine: recorded in a trace file, read, and shown as text or as a page.
 
-step.py       what a trace holds of a step
-recorder.py   LLM(..., trace="trace.json") records its steps
-timeline.py   a step as events, and the file
-reader.py     the file as a list of steps
+step.py       the form of a trace, which all others share
+recorder.py   fills it with the steps of an engine
+timeline.py   LLM(..., trace="trace.json") records its steps in a file
+reader.py     reads the file
 text.py       steps as text         page.py   as an HTML page
 tour.py       python -m nanovllm.trace.tour: four requests under each policy
 __main__.py   python -m nanovllm.trace

@@ -30,15 +30,15 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("-o", "--output", metavar="FILE", help="write a page instead of text")
     args = parser.parse_args(argv)
     try:
-        timelines = [read(path) for path in args.trace]
+        traces = [read(path) for path in args.trace]
         if args.output is not None:
-            save_page(timelines, args.output)
-        elif len(timelines) > 1:
+            save_page(traces, args.output)
+        elif len(traces) > 1:
             raise ValueError("only a page can show two traces: pass -o timeline.html")
     except (OSError, ValueError) as error:
         parser.error(str(error))
     if args.output is None:
-        print(render(timelines[0], shutil.get_terminal_size((100, 24)).columns))
+        print(render(traces[0].steps, shutil.get_terminal_size((100, 24)).columns))
 
 
 if __name__ == "__main__":

@@ -2,28 +2,23 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 from nanovllm.engine.feature import Facts
-from nanovllm.trace.step import TracedStep
+from nanovllm.trace.step import Trace, TracedStep, Work
 
-# Rows omit these values and empty ones, because most work is a decode within a block.
-_USUAL = {"kind": "decode", "num_tokens": 1}
+_DEFAULTS = vars(Work(request_id=-1, lane=-1))
 
 
-def make_page(timelines: list[list[TracedStep]]) -> str:
-    """Render one or two timelines as a self-contained HTML page."""
-    runs = [
-        {"settings": steps[0].settings, "steps": list(map(shorten, steps))} for steps in timelines
-    ]
+def make_page(traces: list[Trace]) -> str:
+    """Render one or two traces as a self-contained HTML page."""
+    data = json.dumps(traces, default=list_fields, separators=(",", ":"))
     # "<" could end the page's script, and a token's text can be "</script>".
-    data = json.dumps(runs, separators=(",", ":")).replace("<", "\\u003c")
-    return read_template().replace("TIMELINES", data)
+    return read_template().replace("TIMELINES", data.replace("<", "\\u003c"))
 
 
-def save_page(timelines: list[list[TracedStep]], path: str) -> None:
+def save_page(traces: list[Trace], path: str) -> None:
     """Write the page of `make_page`. Raises OSError if that fails."""
-    Path(path).write_text(make_page(timelines), "utf-8")
+    Path(path).write_text(make_page(traces), "utf-8")
 
 
 def read_template() -> str:
@@ -31,20 +26,11 @@ def read_template() -> str:
     return Path(__file__).with_name("page.html").read_text("utf-8")
 
 
-def shorten(step: TracedStep) -> Facts:
-    """The step as page.html reads it.
+def list_fields(part: Trace | TracedStep | Work) -> Facts:
+    """Return the fields of a part of a trace, for json.dumps.
 
-    A row is [request_id, new_token_ids], and {lane, unusual values} if there are any.
+    Default values of a Work are left out, because most work is a decode within a block.
     """
-    rows: list[list[Any]] = []
-    for lane, work in step.lanes.items():
-        others = dict(work)
-        row = [others.pop("request_id"), others.pop("new_token_ids")]
-        unusual = {
-            key: value for key, value in others.items() if value and value != _USUAL.get(key)
-        }
-        if unusual:
-            row.append({"lane": lane, **unusual})
-        rows.append(row)
-    preempted = [{"lane": lane, **args} for lane, args in step.preempted.items()]
-    return {**step.info, "rows": rows, "preempted": preempted}
+    if not isinstance(part, Work):
+        return vars(part)
+    return {name: value for name, value in vars(part).items() if value != _DEFAULTS[name]}

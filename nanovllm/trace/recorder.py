@@ -1,24 +1,24 @@
-"""Records the steps of an engine, for a Timeline to write.
+"""Records the steps of an engine.
 
 Recorder is the last of the engine's features. In a step:
 
-    begin_step, planned      collect admissions and preemptions
-    prepared, computed       end their phases
-    processed                describes the choice that a grammar leaves to the model
-    sampled                  makes a Work for each sequence
-    recorded                 completes each Work with the result, and writes the step
+    begin_step                     discards what an earlier step has collected
+    admitted, releasing            collect admissions and preemptions
+    planned, prepared, computed    end their phases
+    processed                      describes the choices that grammars leave to the model
+    sampled                        makes the TracedStep, with a Work for each sequence
+    recorded                       adds the result, and writes the step
 
-A Work is made before the result is recorded, because that removes drafts, and the lane and the
-blocks of a sequence that finishes. An interrupted step needs no cleanup, because `begin_step`
-discards what an earlier step has collected.
+The step is described before its result is recorded, because that removes drafts, and the lane and
+the blocks of a sequence that finishes. An interrupted step needs no cleanup, because `begin_step`
+discards it.
 
-A new fact is a line in one place. Facts about a step are in `_describe_plan` and
-`_describe_result`, before and after it. Facts about a sequence are in `_make_work` and
-`_describe_work`. The file, the reader and the data of the page then have it, too.
+A new fact is a field in step.py and a line in `sampled` or `_describe_work`, or in `recorded` if it
+is known only after the step. The file, the reader and the data of the page then have it, too.
 """
 
-from dataclasses import dataclass
-from itertools import islice
+import time
+from itertools import islice, pairwise
 
 import torch
 from torch import Tensor
@@ -30,8 +30,7 @@ from nanovllm.engine.step import Step
 from nanovllm.layers.batch import Batch
 from nanovllm.layers.penalties import apply_penalties
 from nanovllm.text.vocabulary import Vocabulary
-from nanovllm.trace.step import TracedStep
-from nanovllm.trace.timeline import Timeline
+from nanovllm.trace.step import FullBlock, Trace, TracedStep, Work
 from nanovllm.utils.helpers import cdiv
 
 _NUM_WAITING = 10  # requests of the queue that a step records
@@ -39,30 +38,14 @@ _NUM_FREE = 40  # free blocks that a step records
 _NUM_CHOICES = 12  # tokens that a step records of those that a grammar allows
 
 
-@dataclass
-class Work:
-    """What a step does with a sequence, before its result."""
-
-    seq: Sequence
-    lane: int
-    start: int  # the first position that it computes
-    end: int  # the position after the last one, without the draft
-    length: int  # number of tokens before the step, without the draft
-    block_table: list[int]  # a copy
-    plan: Facts
-
-
 class Recorder(Feature):
-    """Records what the scheduler plans and what a step results in.
+    """Records what the scheduler plans and what a step results in, by default in memory.
 
     Steps do not overlap, because the phases of a step are measured.
     """
 
     serves = "trace"
     can_overlap = False
-
-    def __init__(self, timeline: Timeline) -> None:
-        self.timeline = timeline
 
     def start(self, engine: LLMEngine) -> bool:
         super().start(engine)
@@ -77,35 +60,65 @@ class Recorder(Feature):
         }
         for feature in engine.features:
             settings |= feature.describe_settings()
-        self.timeline.begin(settings, Vocabulary(engine.tokenizer), engine.warnings.append)
+        self.trace = Trace(settings, [])
+        self.num_steps = 0
+        self.vocabulary = Vocabulary(engine.tokenizer)
         return True
 
-    def exit(self) -> None:
-        self.timeline.close()
+    def write(self, step: TracedStep) -> None:
+        """Keep a step. A subclass writes it elsewhere."""
+        self.trace.steps.append(step)
 
     def reset(self) -> None:
-        self.timeline.reset()
+        """The KV cache was emptied.
+
+        The next step records all its texts, because an interrupt may have prevented the last step
+        from being written.
+        """
+        self.is_reset = True  # until the next step is written
+        self.named: set[int] = set()  # tokens whose texts are recorded
 
     def begin_step(self) -> None:
-        self.timeline.mark_time("start")
+        self.times: dict[str, int] = {}  # microseconds: the start, then the ends of phases
+        self._mark_time("start")
         self.new_seqs: set[Sequence] = set()  # admitted in this step
-        self.preempted: dict[int, Facts] = {}  # lane -> the sequence, in this step
+        self.preempted: list[Work] = []
         self.logits: Tensor | None = None  # the model's own, if a grammar changes them
         self.choices: dict[Sequence, Facts] = {}  # those that grammars leave
 
+    def _mark_time(self, phase: str) -> None:
+        """Record the end of a phase. The last call for it counts."""
+        self.times[phase] = time.perf_counter_ns() // 1000
+
+    def admitted(self, seq: Sequence) -> None:
+        self.new_seqs.add(seq)
+
+    def releasing(self, seq: Sequence) -> None:
+        if seq.finish_reason is not None:
+            return
+        work = Work(seq.seq_id, seq.lane, kind="preempted", num_tokens=0)
+        work.blocks = list(seq.block_table)
+        manager = self.scheduler.block_manager
+        for block_id, block_hash in zip(seq.block_table, seq.block_hashes):
+            # A duplicate is cached when it is released, if its cached copy was evicted.
+            if manager.blocks[block_id].is_duplicate and block_hash not in manager.hash_to_block_id:
+                work.late_blocks.append((block_id, True, f"{block_hash:032x}"))
+        self.preempted.append(work)
+
     def planned(self, step: Step) -> None:
-        self.timeline.mark_time("schedule")
+        self._mark_time("schedule")
 
     def prepared(self, step: Step, batch: Batch) -> Batch:
-        self.timeline.mark_time("prepare")
+        self._mark_time("prepare")
         return batch
 
     def computed(self, step: Step, logits: Tensor) -> None:
         if logits.is_cuda:
             # Otherwise the forward pass would be measured as sampling.
             torch.cuda.synchronize(logits.device)
-        self.timeline.mark_time("forward")
-        self.logits = logits if any([has_grammar(seq) for seq in step.seqs]) else None
+        self._mark_time("forward")
+        has_grammar = any([seq.params.structured_outputs for seq in step.seqs])
+        self.logits = logits if has_grammar else None
 
     def processed(self, rows: list[Sequence], logits: Tensor) -> Tensor:
         """Record what grammars leave to the model."""
@@ -115,139 +128,105 @@ class Recorder(Feature):
             allowed = apply_penalties(logits, rows)  # as in the step itself, which bans stop tokens
             for row, seq in enumerate(rows):
                 is_first = seq not in self.choices  # other rows follow draft tokens
-                if has_grammar(seq) and is_first:
+                if seq.params.structured_outputs and is_first:
                     self.choices[seq] = describe_choice(preferred[row], allowed[row])
         return logits
 
-    def admitted(self, seq: Sequence) -> None:
-        self.new_seqs.add(seq)
-
-    def releasing(self, seq: Sequence) -> None:
-        if seq.finish_reason is None:
-            manager = self.scheduler.block_manager
-            self.preempted[seq.lane] = {
-                "request_id": seq.seq_id,
-                "blocks": list(seq.block_table),
-                # Duplicates whose cached copies were evicted.
-                "late_blocks": [
-                    block_id
-                    for index, block_id in enumerate(seq.block_table)
-                    if manager.blocks[block_id].is_duplicate
-                    and seq.block_hashes[index] not in manager.hash_to_block_id
-                ],
-            }
-
     def sampled(self, step: Step, token_ids: list[list[int]]) -> list[list[int]]:
-        self.timeline.mark_time("sample")
-        info: Facts = {}
-        seqs: dict[Sequence, Facts] = {seq: {} for seq in step.seqs}
-        for feature in self.scheduler.features:
-            step_facts, seq_facts = feature.describe(step)
-            info |= step_facts
-            for seq, facts in seq_facts.items():
-                seqs[seq] |= facts
-        self.works = [self._make_work(step, i, seqs[seq]) for i, seq in enumerate(step.seqs)]
-        self.plan = self._describe_plan(step) | info
-        return token_ids
-
-    def recorded(self, step: Step) -> None:
-        lanes: dict[int, Facts] = {}
-        for work, num_logits in zip(self.works, step.num_logits):
-            lanes[work.lane] = self._describe_work(work, max(0, num_logits - 1))
-        info = self.plan | self._describe_result()
-        self.timeline.write_step(TracedStep(info, lanes, self.preempted))
-
-    def _describe_plan(self, step: Step) -> Facts:
-        """Facts about the step, before its result."""
+        """Describe the step, before other features verify drafts."""
+        self._mark_time("sample")
+        times: Facts = {}
+        for (_, start), (phase, end) in pairwise(self.times.items()):
+            times[f"{phase}_ms"] = (end - start) / 1e3
         scheduler = self.scheduler
-        kinds = {work.plan["kind"] for work in self.works}
+        self.block_tables = {seq: list(seq.block_table) for seq in step.seqs}
+        self.works = {seq: self._describe_work(step, i) for i, seq in enumerate(step.seqs)}
+        features: Facts = {}
+        for feature in scheduler.features:
+            step_facts, seq_facts = feature.describe(step)
+            features |= step_facts
+            for seq in seq_facts:
+                self.works[seq].features |= seq_facts[seq]
+        kinds = {work.kind for work in self.works.values()}
         waiting = islice(scheduler.waiting, _NUM_WAITING)
         free = islice(scheduler.block_manager.free_block_ids, _NUM_FREE)
-        return {
-            "kind": "mixed" if len(kinds) > 1 else kinds.pop(),
-            "num_tokens": sum(step.num_tokens),
-            "waiting_requests": [(seq.seq_id, len(seq.token_ids)) for seq in waiting],
-            "running_requests": [seq.seq_id for seq in scheduler.running],
-            "next_free_blocks": list(free),
-        }
-
-    def _describe_result(self) -> Facts:
-        """Facts about the step, after it."""
-        scheduler = self.scheduler
-        return {
-            "waiting": len(scheduler.waiting),
-            "running": len(scheduler.running),
-            **scheduler.block_manager.count_states(),
-        }
-
-    def _make_work(self, step: Step, index: int, features: Facts) -> Work:
-        """Facts about what the step computes of a sequence, before its result."""
-        seq = step.seqs[index]
-        num_draft_tokens = len(features.get("draft_token_ids", ()))
-        length = len(seq.token_ids) - num_draft_tokens
-        block_table = list(seq.block_table)
-        is_new = seq in self.new_seqs
-        start = seq.num_computed_tokens
-        end = start + step.num_tokens[index] - num_draft_tokens
-        num_known_blocks = 0 if is_new else cdiv(start, self.scheduler.block_size)
-        facts = {
-            "request_id": seq.seq_id,
-            "kind": "decode" if step.is_decode(index) else "prefill",
-            "num_tokens": end - start,
-            "num_reused_tokens": start if is_new else 0,
-            "blocks": block_table[num_known_blocks:],
-            "full_blocks": self._describe_blocks(seq, block_table, start, end),
-            **features,
-            **self.choices.get(seq, {}),
-        }
-        if is_new:
-            facts["num_prompt_tokens"] = seq.num_prompt_tokens
-            facts["token_ids"] = seq.token_ids[:length]
-        return Work(
-            seq=seq,
-            lane=seq.lane,
-            start=start,
-            end=end,
-            length=length,
-            block_table=block_table,
-            plan=facts,
+        self.traced = TracedStep(
+            step=self.num_steps,
+            is_reset=self.is_reset,
+            start_us=self.times["start"],
+            **times,
+            kind="mixed" if len(kinds) > 1 else kinds.pop(),
+            num_tokens=sum(step.num_tokens),
+            waiting_requests=[(seq.seq_id, len(seq.token_ids)) for seq in waiting],
+            running_requests=[seq.seq_id for seq in scheduler.running],
+            next_free_blocks=list(free),
+            features=features,
+            work=[*self.works.values(), *self.preempted],
         )
+        return token_ids
 
-    def _describe_work(self, work: Work, num_accepted: int) -> Facts:
-        """The plan, and facts about what the step has added to a sequence."""
-        seq = work.seq
-        # Accepted tokens have filled blocks, and a duplicate is cached now if its cached copy was
-        # evicted in this step.
-        end = work.end + num_accepted
-        blocks = self._describe_blocks(seq, work.block_table, work.start, end)
-        known = set(work.plan["full_blocks"])
-        return {
-            **work.plan,
-            "new_token_ids": seq.token_ids[work.length :],
-            "num_accepted_tokens": num_accepted,
-            "late_blocks": [block for block in blocks if block not in known],
-            "finish_reason": seq.finish_reason,
-        }
+    def _describe_work(self, step: Step, index: int) -> Work:
+        seq = step.seqs[index]
+        start = seq.num_computed_tokens
+        work = Work(seq.seq_id, seq.lane, start, features=self.choices.get(seq, {}))
+        if not step.is_decode(index):
+            work.kind = "prefill"
+            work.num_tokens = step.num_tokens[index]
+        if seq in self.new_seqs:
+            work.num_reused_tokens = start
+            work.num_prompt_tokens = seq.num_prompt_tokens
+            work.token_ids = list(seq.token_ids)
+        num_known_blocks = cdiv(start - work.num_reused_tokens, self.scheduler.block_size)
+        work.blocks = seq.block_table[num_known_blocks:]
+        work.full_blocks = self._list_full_blocks(seq, start, start + work.num_tokens)
+        return work
 
-    def _describe_blocks(
-        self, seq: Sequence, block_table: list[int], start: int, end: int
-    ) -> list[tuple[int, bool, str]]:
-        """Describe the blocks that the tokens from position `start` to `end` make full.
+    def recorded(self, step: Step) -> None:
+        """Add the result, and write the step."""
+        for seq, _, num_logits in step:
+            work = self.works[seq]
+            end = work.start + work.num_tokens
+            if num_logits > 0:
+                work.new_token_ids = seq.token_ids[end:]
+                work.num_accepted_tokens = num_logits - 1
+            # Accepted tokens have filled blocks, and a duplicate is cached now if its cached copy
+            # was evicted in this step.
+            known = set(work.full_blocks)
+            blocks = self._list_full_blocks(seq, work.start, end + work.num_accepted_tokens)
+            work.late_blocks = [block for block in blocks if block not in known]
+            work.finish_reason = seq.finish_reason
+        scheduler = self.scheduler
+        traced = self.traced
+        traced.texts = self._name_tokens(traced.work)
+        traced.sequences = {"waiting": len(scheduler.waiting), "running": len(scheduler.running)}
+        traced.blocks = scheduler.block_manager.count_states()
+        self.is_reset = False
+        self.num_steps += 1
+        self.write(traced)  # last, so that an interrupt that follows finds the state above
 
-        For each: its id, whether it is cached, and its hash.
-        """
+    def _list_full_blocks(self, seq: Sequence, start: int, end: int) -> list[FullBlock]:
+        """List the blocks that the tokens from position `start` to `end` make full."""
         manager = self.scheduler.block_manager
         if not manager.enable_prefix_caching:
             return []
-        described = []
-        for index in range(start // manager.block_size, end // manager.block_size):
-            block = manager.blocks[block_table[index]]
-            described.append((block.block_id, block.is_cached, f"{seq.block_hashes[index]:032x}"))
-        return described
+        span = slice(start // manager.block_size, end // manager.block_size)
+        return [
+            (block_id, manager.blocks[block_id].is_cached, f"{block_hash:032x}")
+            for block_id, block_hash in zip(self.block_tables[seq][span], seq.block_hashes[span])
+        ]
 
-
-def has_grammar(seq: Sequence) -> bool:
-    return seq.params.structured_outputs is not None
+    def _name_tokens(self, works: list[Work]) -> dict[int, str]:
+        """Return the texts of tokens of this step that no earlier step has recorded."""
+        if self.vocabulary.tokenizer is None:
+            return {}
+        shown: set[int] = set()
+        for work in works:
+            for name, value in {**vars(work), **work.features}.items():
+                if name.endswith("token_ids"):
+                    shown.update(value)
+        new = shown - self.named
+        self.named |= new
+        return {token_id: self.vocabulary.name(token_id) for token_id in sorted(new)}
 
 
 def describe_choice(logits: Tensor, processed: Tensor) -> Facts:

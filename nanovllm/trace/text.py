@@ -3,7 +3,7 @@
 from itertools import accumulate
 from textwrap import wrap
 
-from nanovllm.trace.step import BLOCK_STATES, TracedStep
+from nanovllm.trace.step import TracedStep, Work
 
 _NAME_WIDTH = 10  # width of the column of row names
 # What the cells of lanes can contain, by examples.
@@ -21,13 +21,17 @@ _COUNTERS = (
 def render(steps: list[TracedStep], width: int = 100) -> str:
     """Render the first steps, as many as fit into `width` columns, and a legend."""
     rows = {"step": [str(index) for index in range(len(steps))]}
-    for lane in sorted({lane for step in steps for lane in (*step.lanes, *step.preempted)}):
-        rows[f"lane {lane}"] = [_cell(step, lane) for step in steps]
-    rows["tokens"] = [str(step.info["num_tokens"]) for step in steps]
-    for name in ("waiting", *BLOCK_STATES):
-        rows[name] = [str(step.info[name]) for step in steps]
-    if "window_pool" in steps[0].info:
-        rows["window"] = [str(step.info["window_pool"]["used"]) for step in steps]
+    for lane in sorted({work.lane for step in steps for work in step.work}):
+        rows[f"lane {lane}"] = [""] * len(steps)
+    for index, step in enumerate(steps):
+        for work in step.work:
+            rows[f"lane {work.lane}"][index] = _describe(work)
+    rows["tokens"] = [str(step.num_tokens) for step in steps]
+    rows["waiting"] = [str(step.sequences["waiting"]) for step in steps]
+    for state in steps[0].blocks:
+        rows[state] = [str(step.blocks[state]) for step in steps]
+    if "window_pool" in steps[0].features:
+        rows["window"] = [str(step.features["window_pool"]["used"]) for step in steps]
     widths = [max(map(len, column)) + 1 for column in zip(*rows.values())]
     num_shown = len([end for end in accumulate(widths) if end <= width - _NAME_WIDTH])
     lines: list[str] = []
@@ -41,18 +45,15 @@ def render(steps: list[TracedStep], width: int = 100) -> str:
     return "\n".join(lines + wrap(_LEGEND, width) + wrap(_COUNTERS, width))
 
 
-def _cell(step: TracedStep, lane: int) -> str:
-    """What a lane did in a step."""
-    work = step.preempted.get(lane) or step.lanes.get(lane)
-    if work is None:
-        return ""
-    letter = chr(ord("A") + work["request_id"] % 26)
-    if lane in step.preempted:
+def _describe(work: Work) -> str:
+    """What a lane does in a step."""
+    letter = chr(ord("A") + work.request_id % 26)
+    if work.kind == "preempted":
         return f"!{letter}"
-    if work["kind"] == "prefill":
-        hit = "+" if work["num_reused_tokens"] else ""
-        cut = "*" if work.get("snapshot") else ""
-        return f"{letter}{hit}{work['num_tokens']}{cut}"
-    if work.get("draft_token_ids"):
-        return f"{letter.lower()}+{work['num_accepted_tokens']}"
+    if work.kind == "prefill":
+        hit = "+" if work.num_reused_tokens else ""
+        cut = "*" if work.features.get("snapshot") else ""
+        return f"{letter}{hit}{work.num_tokens}{cut}"
+    if work.features.get("draft_token_ids"):
+        return f"{letter.lower()}+{work.num_accepted_tokens}"
     return letter.lower()

@@ -7,7 +7,6 @@ Any engine can be watched in this way: add a feature to it.
 
 from argparse import ArgumentParser
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from nanovllm.config import Config
@@ -18,11 +17,9 @@ from nanovllm.engine.step import Step
 from nanovllm.layers.batch import Batch
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.trace.page import save_page
-from nanovllm.trace.reader import read
 from nanovllm.trace.recorder import Recorder
-from nanovllm.trace.step import TracedStep
+from nanovllm.trace.step import Trace
 from nanovllm.trace.text import render
-from nanovllm.trace.timeline import TraceFile
 from nanovllm.utils.helpers import run_program
 
 MODEL = str(Path(__file__).parents[1] / "checkpoints" / "demo_model")
@@ -50,26 +47,25 @@ must be computed for its logits, so its last block is a duplicate. The token bud
 of C in step 3, and step 4 fills the block that is cut."""
 
 
-def show_scheduling(model: str) -> list[list[TracedStep]]:
-    """Print the timelines of the four requests under each policy, and return them."""
+def show_scheduling(model: str) -> list[Trace]:
+    """Print the timelines of the four requests under each policy, and return their traces."""
     print(
         f"\n--- Inside the scheduler: 4 requests of {NUM_OUTPUT_TOKENS} output tokens,"
         " 24 blocks of 4 tokens, at most 32 tokens per step\n"
     )
     for name, prompt in PROMPTS.items():
         print(f"{name}: {prompt}")
-    timelines: list[list[TracedStep]] = []
+    traces: list[Trace] = []
     for name, policy in POLICIES.items():
-        with TemporaryDirectory() as directory:
-            trace = Path(directory, "trace.json")
-            config = Config.from_options(model, policy=name, **OPTIONS)
-            with LLMEngine(config, [Recorder(TraceFile(trace))]) as engine:
-                if not timelines:
-                    engine.add_feature(StepPrinter())
-                serve(engine)
-            timelines.append(read(trace))
-        print(f"\n{policy.title}\n{render(timelines[-1])}")
-    return timelines
+        recorder = Recorder()
+        config = Config.from_options(model, policy=name, **OPTIONS)
+        with LLMEngine(config, [recorder]) as engine:
+            if not traces:
+                engine.add_feature(StepPrinter())
+            serve(engine)
+        traces.append(recorder.trace)
+        print(f"\n{policy.title}\n{render(recorder.trace.steps)}")
+    return traces
 
 
 def serve(engine: LLMEngine) -> None:

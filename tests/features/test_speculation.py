@@ -145,14 +145,14 @@ def test_drafts_change_no_token(tmp_path, make_llm, checkpoint, options):
             check_invariants(llm)
         stats = llm.stats
     assert 50 < stats["num_accepted_tokens"] < stats["num_draft_tokens"]
-    steps = trace.read(path)
-    works = [work for step in steps for work in step.lanes.values()]
+    steps = trace.read(path).steps
+    works = [work for step in steps for work in step.work]
     num_draft = stats["num_draft_tokens"]
     num_accepted = stats["num_accepted_tokens"]
-    assert sum(len(work.get("draft_token_ids", [])) for work in works) == num_draft
-    assert sum(work.get("num_accepted_tokens", 0) for work in works) == num_accepted
+    assert sum(len(work.features.get("draft_token_ids", [])) for work in works) == num_draft
+    assert sum(work.num_accepted_tokens for work in works) == num_accepted
     num_committed = stats["num_prefill_tokens"] + stats["num_decode_tokens"]
-    num_computed = sum(step.info["num_tokens"] for step in steps)
+    num_computed = sum(step.num_tokens for step in steps)
     assert num_computed == num_committed + num_draft - num_accepted
 
 

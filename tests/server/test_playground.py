@@ -69,7 +69,7 @@ def test_steps_and_texts_are_sent(url):
     answer = ""
     for step in list_steps(messages):
         texts |= step.get("texts", {})
-        answer += "".join(texts[str(token_id)] for token_id in step["rows"][0][1])
+        answer += "".join(texts[str(token_id)] for token_id in step["work"][0]["new_token_ids"])
     assert answer == "12 + 30 = "
 
 
@@ -107,12 +107,12 @@ def list_admissions(url, number):
     num_finished = 0
     while num_finished < number:
         steps = list_steps(read_messages(url))
-        works = [row[2] for step in steps for row in step["rows"] if len(row) > 2]
+        works = [work for step in steps for work in step["work"]]
         num_finished = sum("finish_reason" in work for work in works)
     admissions = {}
     for position, step in enumerate(steps):
-        for request_id, *_ in step["rows"]:
-            admissions.setdefault(request_id, position)
+        for work in step["work"]:
+            admissions.setdefault(work["request_id"], position)
     return [admissions[request_id] for request_id in range(number)]
 
 

@@ -22,7 +22,7 @@ from project_helpers import SMALL, reject
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams, trace
 from nanovllm.trace.__main__ import main as trace_main
-from nanovllm.trace.recorder import Recorder
+from nanovllm.trace.timeline import TraceFile
 
 PROMPTS = [
     random_prompt(1, 22),
@@ -86,8 +86,27 @@ def test_it_is_true_after_every_step(tiny, path, options):
         assert llm.stats["num_preemptions"]
         assert llm.stats["num_cached_tokens"]
         assert generate_ids(llm, PROMPTS[1], greedy(5)) == [tiny[1](PROMPTS[1], 5)]
-        timeline = find_feature(llm, Recorder).timeline
-    assert timeline.file.closed
+        recorder = find_feature(llm, TraceFile)
+    assert recorder.file.closed
+
+
+def test_a_trace_is_read_as_it_was_recorded(tiny, path, monkeypatch):
+    recorded = []
+    write = TraceFile.write
+
+    def write_and_keep(self, step):
+        recorded.append(step)
+        write(self, step)
+
+    monkeypatch.setattr(TraceFile, "write", write_and_keep)
+    with LLM(tiny[0], trace=path, num_speculative_tokens=2, **SMALL) as llm:
+        make_drafts_free(llm)
+        generate_ids(llm, PROMPTS, greedy(14))
+        assert llm.stats["num_preemptions"]
+    read, expected = [
+        json.dumps(steps, default=vars) for steps in (trace.read(path).steps, recorded)
+    ]
+    assert read == expected
 
 
 def test_a_duplicate_is_cached_when_its_copy_is_evicted_in_the_same_step(tiny, path):
@@ -98,9 +117,10 @@ def test_a_duplicate_is_cached_when_its_copy_is_evicted_in_the_same_step(tiny, p
         # The first request has a duplicate of the second one, which the other request takes.
         llm.generate([prompt, random_prompt(2, 12)], greedy(1), use_tqdm=False)
         cached = llm.scheduler.block_manager.hash_to_block_id
-    _, step = trace.read(path)
-    (planned,) = step.lanes[0]["full_blocks"]
-    (late,) = step.lanes[0]["late_blocks"]
+    _, step = trace.read(path).steps
+    work = step.work[0]
+    (planned,) = work.full_blocks
+    (late,) = work.late_blocks
     block_id, is_cached, block_hash = late
     assert [*planned] == [block_id, False, block_hash]
     assert is_cached and cached[int(block_hash, 16)] == block_id
@@ -109,29 +129,28 @@ def test_a_duplicate_is_cached_when_its_copy_is_evicted_in_the_same_step(tiny, p
 def test_a_step_that_is_written_and_interrupted_is_followed_by_a_reset(tiny, path, monkeypatch):
     """An interrupt before it is written is one of test_page.py's."""
     llm = LLM(tiny[0], trace=path, **SMALL)
-    timeline = find_feature(llm, Recorder).timeline
-    write = timeline.write
+    recorder = find_feature(llm, TraceFile)
+    write = recorder.write
 
-    def interrupt(events):
-        write(events)
+    def interrupt(step):
+        write(step)
         raise KeyboardInterrupt
 
     llm.add_request(PROMPTS[0], greedy(5))
     llm.step()
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(timeline, "write", interrupt)
+        patch.setattr(recorder, "write", interrupt)
         llm.step()
     finish(llm)
-    assert [step.info["is_reset"] for step in trace.read(path)][:3] == [True, False, True]
+    assert [step.is_reset for step in trace.read(path).steps][:3] == [True, False, True]
 
 
 def test_texts_of_a_step_that_was_not_written_are_recorded_later(path):
     with LLM(DEMO_MODEL, trace=path, **SMALL) as llm:
         llm.add_request("What is 12 + 30?", greedy(5))
-        interrupt_in(find_feature(llm, Recorder).timeline, "write", llm.step)
+        interrupt_in(find_feature(llm, TraceFile), "write", llm.step)
         finish(llm)
-    steps = trace.read(path)
-    texts = [text for step in steps for text in step.info.get("texts", {}).values()]
+    texts = [text for step in trace.read(path).steps for text in step.texts.values()]
     assert "".join(texts).count("What") == 1
 
 
@@ -148,7 +167,7 @@ def test_a_full_disk_ends_the_timeline_and_nothing_else(tiny, path):
     assert len(warned) == 1
     assert outputs == [tiny[1](prompt, 8) for prompt in PROMPTS]
     content = path.read_bytes()
-    assert len(trace.read(path)) > 1
+    assert len(trace.read(path).steps) > 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         generate_ids(llm, PROMPTS[0], greedy(5))
@@ -173,17 +192,16 @@ def test_each_text_is_recorded_once_and_cannot_end_the_page(path):
         for prompt in ("a </script> b", "a <!-- b"):
             generate_ids(llm, prompt, greedy(4))
         decode = llm.tokenizer.decode
-    steps = trace.read(path)
+    read = trace.read(path)
     recorded = {}
-    for step in steps:
-        texts = step.info.get("texts", {})
-        assert not recorded.keys() & texts.keys()
-        recorded |= texts
-        for work in step.lanes.values():
-            for token_id in [*work.get("token_ids", []), *work["new_token_ids"]]:
+    for step in read.steps:
+        assert not recorded.keys() & step.texts.keys()
+        recorded |= step.texts
+        for work in step.work:
+            for token_id in work.token_ids + work.new_token_ids:
                 assert recorded[str(token_id)] == decode([token_id])
     assert "<" in "".join(recorded.values())
-    _, _, data = trace.make_page([steps]).partition('<script id="data"')
+    _, _, data = trace.make_page([read]).partition('<script id="data"')
     assert "<" not in data.partition("</script>")[0]
 
 
@@ -197,18 +215,21 @@ def test_the_choice_of_a_grammar_is_recorded(path):
         llm.add_request(text, params)
         finish(llm)
         assert llm.stats["num_accepted_tokens"]
-    works = [work for step in trace.read(path) for work in step.lanes.values()]
-    assert not any("allowed_token_ids" in work for work in works if work["request_id"] == free)
+    works = [work for step in trace.read(path).steps for work in step.work]
+    assert not any(
+        "allowed_token_ids" in work.features for work in works if work.request_id == free
+    )
     num_forbidden = 0  # steps in which the model prefers another token
     for work in works:
-        if work["request_id"] != free:
-            allowed = work["allowed_token_ids"]
-            assert work["num_allowed_tokens"] == len(allowed)
-            assert allowed[0] == work["new_token_ids"][0]
-            likely = [each for each in work["preferred_token_ids"] if each in allowed]
+        if work.request_id != free:
+            allowed = work.features["allowed_token_ids"]
+            preferred = work.features["preferred_token_ids"]
+            assert work.features["num_allowed_tokens"] == len(allowed)
+            assert allowed[0] == work.new_token_ids[0]
+            likely = [each for each in preferred if each in allowed]
             assert likely == allowed[: len(likely)], "both begin with the most probable one"
-            assert len(work["preferred_token_ids"]) == 12
-            if work["preferred_token_ids"][0] not in allowed:
+            assert len(preferred) == 12
+            if preferred[0] not in allowed:
                 num_forbidden += 1
     assert num_forbidden > 0
 
@@ -221,13 +242,13 @@ def test_blocks_of_the_second_pool_are_counted(path, tmp_path):
     make_family(tmp_path, "gemma3")
     with LLM(tmp_path, trace=path, **SMALL) as llm:
         generate_ids(llm, PROMPTS, greedy(14))
-    steps = trace.read(path)
-    counts = [step.info["window_pool"] for step in steps]
-    num_blocks = steps[0].settings["num_window_blocks"]
+    read = trace.read(path)
+    counts = [step.features["window_pool"] for step in read.steps]
+    num_blocks = read.settings["num_window_blocks"]
     assert {sum(each.values()) for each in counts} == {num_blocks}
     events = json.loads(path.read_bytes())
     assert [each["args"] for each in events if each["name"] == "window blocks"] == counts
-    lines = trace.render(steps, 300).splitlines()
+    lines = trace.render(read.steps, 300).splitlines()
     (row,) = [line.partition("|")[2] for line in lines if line.startswith("  window |")]
     assert row.split() == [str(each["used"]) for each in counts]
 
@@ -262,7 +283,7 @@ def test_text_shows_what_each_lane_computes(recorded, capsys, monkeypatch):
 
 
 def test_steps_that_do_not_fit_are_counted(recorded):
-    lines = trace.render(trace.read(recorded), 50).splitlines()
+    lines = trace.render(trace.read(recorded).steps, 50).splitlines()
     assert lines[:3] == [
         "    step |0   1  2  3  4  5  6  7   8   9   10 11",
         "  lane 0 |A16 A6 a  a  a  a  a  B+2 b   b   b  b",
@@ -272,7 +293,7 @@ def test_steps_that_do_not_fit_are_counted(recorded):
 
 
 def test_text_is_ascii_and_fits(recorded):
-    steps = trace.read(recorded)
+    steps = trace.read(recorded).steps
     for num_repeats in (1, 10):
         for width in (8, 20, 60, 200):
             text = trace.render(steps * num_repeats, width)
