@@ -164,3 +164,37 @@ def test_features_share_the_rows_of_a_sequence(tiny, make_llm, check, options):
         found = {(seq_id, position) for seq_id, position, *_ in feature.received}
         for seq_id, text in enumerate(texts):
             assert found >= {(seq_id, i) for i in range(len(text) - 1) if feature.choose(i)}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_kvcache_blocks": 13, "max_num_batched_tokens": 7},  # chunks and preemptions
+        {"num_kvcache_blocks": 13, "enable_chunked_prefill": False},
+        {"num_speculative_tokens": 3},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_sequence_can_end_with_its_prompt(tiny, make_llm, check, options, overlaps):
+    """It generates nothing, and changes nothing for sequences beside it."""
+    llm = make_llm(**options)
+    llm.overlaps = overlaps
+    others = [llm.add_request(prompt, SCORING) for prompt in PROMPTS]
+    prepared = [
+        each.with_fields(ends_with_prompt=True) for each in llm.prepare_prompts(PROMPTS, SCORING)
+    ]
+    scored = [llm.add_prepared(each) for each in prepared * 2]
+    outputs = {}
+    while not llm.is_finished():
+        for output in llm.step():
+            outputs[output["request_id"]] = output
+        check_invariants(llm)
+    for request_id, prompt in zip(others, PROMPTS):
+        assert outputs[request_id]["token_ids"] == tiny[1](prompt, SCORING.max_tokens)
+    for request_id in (*others, *scored):
+        check(outputs[request_id])
+    for request_id in scored:
+        assert outputs[request_id]["token_ids"] == []
+        assert outputs[request_id]["finish_reason"] == "length"
