@@ -13,40 +13,60 @@ The folder nanovllm/benchmark has the parts. `python -m nanovllm.kernels.bench` 
 
 import json
 import sys
-from contextlib import redirect_stdout
+from argparse import ArgumentParser
+from contextlib import ExitStack, redirect_stdout
 from tempfile import TemporaryDirectory
+from typing import Any
 
-from nanovllm.benchmark import roofline
-from nanovllm.benchmark.arguments import make_parser
-from nanovllm.benchmark.engines import start_engines
-from nanovllm.benchmark.report import describe, report_memory
-from nanovllm.benchmark.runs import time_case
-from nanovllm.benchmark.setting import make_settings
-from nanovllm.benchmark.workloads import choose_workload
+import torch
+
+from nanovllm.benchmark import latency, report, roofline
+from nanovllm.benchmark.arguments import list_variants, make_parser, open_model
+from nanovllm.benchmark.engines import Engine, start_engine
+from nanovllm.benchmark.runs import time_runs
+from nanovllm.benchmark.workloads import WORKLOADS
 from nanovllm.utils.helpers import run_program
 
 
 def main(argv: list[str] | None = None) -> None:
+    if argv is None:
+        argv = sys.argv[1:]
     parser = make_parser()
     args = parser.parse_args(argv)
-    with TemporaryDirectory() as scratch, redirect_stdout(sys.stderr if args.json else sys.stdout):
+    default = "nano-vllm" if torch.cuda.is_available() else "quick"
+    workload = WORKLOADS[args.workload or default]
+    stdout = sys.stdout
+    with redirect_stdout(sys.stderr if args.json else stdout):
+        for title, line in workload.lines.items():
+            print(f"\n{title}: bench.py {line}" if title else "")
+            figures = measure(parser, [*line.split(), *argv])
+            if args.json:
+                print(json.dumps({"title": title, **figures}), file=stdout)
+        if args.request_rate:
+            print(f"\n{latency.READING}")
+        else:
+            print(f"\n{workload.reading}\n{roofline.NOTE}")
+
+
+def measure(parser: ArgumentParser, arguments: list[str]) -> dict[str, Any]:
+    """Measure what a command line asks for, with engines of its own. Return the figures."""
+    args = parser.parse_args(arguments)
+    with TemporaryDirectory() as scratch, ExitStack() as stack:
         try:
-            workload = choose_workload(args)
-            settings = make_settings(args, workload, scratch)
-            setting, *_ = settings.values()
+            variants = list_variants(args)
+            checkpoint, spec = open_model(args, variants, scratch)
+            options, *_ = variants.values()
             # Before the engines take the memory that this needs.
-            peak = roofline.measure_peak_rates(setting.device, setting.spec.dtype)
-            engines = start_engines(settings)
+            peak = roofline.measure_peak_rates(torch.device(options["device"]), spec.dtype)
+            engines: dict[str, Engine] = {}
+            for name, options in variants.items():
+                engines[name] = start_engine(name, checkpoint, options, args.nano_vllm)
+                stack.callback(engines[name].exit)
         except (OSError, TypeError, ValueError) as error:
             parser.error(str(error))
-        figures = describe(args, settings, engines, peak)
-        tests = {case.title: time_case(case, settings, engines, peak) for case in args.cases}
-        figures |= tests[""] if "" in tests else {"tests": tests}
-        if not args.request_rate:
-            print(f"\n{workload.reading}\n{roofline.NOTE}")
-        figures |= report_memory()
-    if args.json:
-        print(json.dumps(figures))
+        figures = report.describe(args, variants, engines, peak)
+        runs = time_runs(args, spec, engines, peak)
+        return figures | report.report_runs(runs, has_rates=bool(args.request_rate))
 
 
 if __name__ == "__main__":

@@ -1,22 +1,33 @@
-"""The command line of bench.py. setting.py checks what it asks for."""
+"""The command line of bench.py, and the engines that it asks for."""
 
 import argparse
-from functools import partial
-from typing import Any
+from collections.abc import Iterable
+from pathlib import Path
 
-from nanovllm.benchmark.engines import ENGINES
-from nanovllm.benchmark.setting import TOKEN_BUDGETS
+import torch
+
+from nanovllm.benchmark.engines import ENGINES, Options
 from nanovllm.benchmark.shapes import SHAPES
 from nanovllm.benchmark.workloads import WORKLOADS
+from nanovllm.checkpoints.checkpoint import Checkpoint
+from nanovllm.config import Config
+from nanovllm.engine.scheduler import POLICIES
+from nanovllm.models.architectures import read_spec
+from nanovllm.models.spec import ModelSpec
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.checks import check_int, check_number
 from nanovllm.utils.helpers import parse_value
 
+# Budgets of policies that split prompts: one that keeps steps short, and the default of LLM.
+TOKEN_BUDGETS = (128, Config.max_num_batched_tokens)
 
-def option(text: str) -> tuple[str, Any]:
+
+def positive_int(text: str) -> int:
+    return check_int("number", int(text), 1, 10**6)
+
+
+def assignment(text: str) -> tuple[str, object]:
     name, _, value = text.partition("=")
-    return make_option(name, value)
-
-
-def make_option(name: str, value: str) -> tuple[str, Any]:
     return name, parse_value(value)
 
 
@@ -30,29 +41,39 @@ def make_parser() -> argparse.ArgumentParser:
         ),
     )
     add = parser.add_argument
-    shapes = ", ".join(SHAPES)
-    budgets = " ".join(map(str, TOKEN_BUDGETS))
-    bounds: dict[str, Any] = {"type": int, "nargs": 2, "metavar": ("LO", "HI")}
     add(
         "--model",
-        help=f"checkpoint directory, Hub id, or a shape with random weights: {shapes}",
+        help="checkpoint directory, Hub id, or a shape with random weights: " + ", ".join(SHAPES),
     )
     add(
         "--workload",
         choices=list(WORKLOADS),
-        help="a workload that other projects publish, which fixes lengths, temperature and seed",
+        help="options that measure what other projects publish; options after it replace them",
     )
-    add("--num-seqs", type=int, help="number of requests")
-    add("--input-len", help="prompt tokens per request, without the shared prefix", **bounds)
-    add("--output-len", help="output tokens per request", **bounds)
+    add("--num-seqs", type=positive_int, default=1, help="number of requests")
     add(
-        "--shared-prefix",
-        type=int,
-        help="tokens that all prompts begin with",
+        "--input-len",
+        type=positive_int,
+        nargs=2,
+        metavar=("LO", "HI"),
+        help="prompt tokens per request, without the shared prefix",
     )
-    add("--repeat", type=int, help="runs per engine (default: the workload's)")
-    add("--temperature", type=float, help="0 is greedy (default: 0.6)")
-    add("--seed", type=int, help="seed of lengths, ids and samples (default: 0)")
+    add(
+        "--output-len",
+        type=positive_int,
+        nargs=2,
+        metavar=("LO", "HI"),
+        help="output tokens per request",
+    )
+    add("--shared-prefix", type=int, default=0, help="tokens that all prompts begin with")
+    add(
+        "--cached-prefix",
+        type=int,
+        default=0,
+        help="the same, but these are in the prefix cache before the requests arrive",
+    )
+    add("--repeat", type=positive_int, default=1, help="runs per engine (default: 1)")
+    add("--temperature", type=float, default=0.6, help="0 is greedy (default: 0.6)")
     add(
         "--engine",
         nargs="+",
@@ -63,21 +84,14 @@ def make_parser() -> argparse.ArgumentParser:
     add("--nano-vllm", default="", metavar="PATH", help="checkout, for --engine nano-vllm")
     add(
         "--set",
-        type=option,
+        type=assignment,
         action="append",
         default=[],
         metavar="NAME=VALUE",
         help="option of nanovllm's LLM, can be repeated",
     )
-    for name in ("dtype", "quantization"):
-        add(
-            f"--{name}",
-            dest="set",
-            type=partial(make_option, name),
-            action="append",
-            metavar="VALUE",
-            help=f"the same as --set {name}=VALUE",
-        )
+    add("--dtype", help="the same as --set dtype=DTYPE")
+    add("--quantization", help="the same as --set quantization=QUANTIZATION")
     add(
         "--request-rate",
         type=float,
@@ -87,10 +101,87 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add(
         "--token-budget",
-        type=int,
+        type=positive_int,
         nargs="+",
         metavar="N",
-        help=f"with --request-rate: max_num_batched_tokens of mixed steps (default: {budgets})",
+        help=(
+            "with --request-rate: max_num_batched_tokens of mixed steps (default:"
+            f" {TOKEN_BUDGETS[0]} and {TOKEN_BUDGETS[1]})"
+        ),
     )
     add("--json", action="store_true", help="print one line of JSON, everything else on stderr")
     return parser
+
+
+def list_variants(args: argparse.Namespace) -> dict[str, Options]:
+    """Return the options of each engine that a command line compares, or of each policy.
+
+    Raises ValueError for arguments that contradict each other.
+    """
+    variants: dict[str, Options] = {engine: {} for engine in args.engine}
+    if args.request_rate:
+        if args.engine != ["nanovllm"]:
+            raise ValueError("--request-rate compares policies of nanovllm: leave out --engine")
+        for rate in args.request_rate:
+            check_number("--request-rate", rate, 0.0, open_low=True)
+        variants = list_policies(args.token_budget or TOKEN_BUDGETS)
+    elif args.token_budget:
+        raise ValueError("--token-budget needs --request-rate")
+    for low, high in (args.input_len, args.output_len):
+        check_int("LO of --input-len or --output-len", low, 1, high)
+    SamplingParams(temperature=args.temperature)  # raises an error for an invalid value
+    given = dict(args.set)
+    for name in ("dtype", "quantization"):
+        if vars(args)[name]:
+            given[name] = vars(args)[name]
+    longest = args.cached_prefix + args.shared_prefix + args.input_len[1] + args.output_len[1]
+    for name, chosen in variants.items():
+        chosen["max_model_len"] = longest
+        for option in chosen.keys() & given.keys():
+            raise ValueError(f"--set {option}: bench.py chooses this option, leave it out of --set")
+        variants[name] = {
+            "device": "cuda" if torch.cuda.is_available() else "cpu",
+            "load_format": "dummy" if args.model in SHAPES else "auto",
+            # The engines divide the GPU's memory equally.
+            "gpu_memory_utilization": 0.9 / len(variants),
+            **chosen,
+            **given,
+        }
+    return variants
+
+
+def list_policies(token_budgets: Iterable[int]) -> dict[str, Options]:
+    """Return the options that choose each policy, by its name in the table."""
+    policies: dict[str, Options] = {}
+    for name, policy in POLICIES.items():
+        # Either of two options can choose a policy.
+        options = {"policy": name, "enable_chunked_prefill": policy.splits_prompts}
+        if policy.splits_prompts:
+            for budget in token_budgets:
+                title = f"{policy.title}, budget {budget}"
+                policies[title] = options | {"max_num_batched_tokens": budget}
+        else:
+            policies[policy.title] = options
+    return policies
+
+
+def open_model(
+    args: argparse.Namespace, variants: dict[str, Options], scratch: str
+) -> tuple[Checkpoint, ModelSpec]:
+    """Open a checkpoint, or a built-in shape, whose config is written to `scratch`.
+
+    Sets the dtype of all variants, because other engines would choose another one.
+    """
+    model = args.model
+    if model in SHAPES:
+        model = str(Path(scratch, model))
+        SHAPES[args.model].save_pretrained(model)
+    options, *_ = variants.values()
+    config = Config.from_options(model, **options)
+    checkpoint = Checkpoint.open(config)
+    for options in variants.values():
+        options["dtype"] = str(checkpoint.dtype).removeprefix("torch.")
+    spec = read_spec(
+        checkpoint.hf_config, checkpoint.dtype, 1, config.quantization, config.max_model_len
+    )
+    return checkpoint, spec

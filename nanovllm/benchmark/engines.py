@@ -1,24 +1,24 @@
 """The engines that bench.py can time: nanovllm, transformers, vLLM and nano-vLLM."""
 
-import atexit
 import os
 import sys
-from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from importlib import import_module
 from multiprocessing import get_context
-from typing import Any, Protocol
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
-from nanovllm.benchmark.setting import Setting
 from nanovllm.benchmark.workloads import Request
-from nanovllm.checkpoints.checkpoint import LOCAL
+from nanovllm.checkpoints.checkpoint import LOCAL, Checkpoint
 
+Options = dict[str, Any]  # of nanovllm's LLM
 # Options that mean the same in vLLM.
 _OPTIONS_OF_VLLM = {
     "dtype",
@@ -35,7 +35,7 @@ _OPTIONS_OF_VLLM = {
 }
 
 
-class Engine(Protocol):
+class Engine:
     """An engine that can be timed."""
 
     description: str
@@ -43,13 +43,15 @@ class Engine(Protocol):
 
     def run(self, requests: list[Request]) -> list[list[int]]:
         """Return the generated token ids of each request."""
+        raise NotImplementedError
+
+    def exit(self) -> None:
+        """Release memory, if dropping the engine does not."""
 
 
 class NanoVLLM(Engine):
-    def __init__(self, setting: Setting) -> None:
-        self.llm = LLM(setting.model, **setting.options)
-        atexit.register(self.llm.exit)
-        self.make_params = partial(SamplingParams, temperature=setting.temperature, ignore_eos=True)
+    def __init__(self, checkpoint: Checkpoint, options: Options) -> None:
+        self.llm = LLM(str(checkpoint.directory), **options)
         # The parts that its speed depends on.
         worker = self.llm.executor.worker
         self.description = (
@@ -57,14 +59,23 @@ class NanoVLLM(Engine):
         )
 
     def run(self, requests: list[Request]) -> list[list[int]]:
-        params = [self.make_params(max_tokens=request.num_tokens) for request in requests]
-        prompts = [request.prompt for request in requests]
         before: Any = self.llm.stats
-        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        token_ids = generate(self.llm, SamplingParams, requests)
         after: Any = self.llm.stats
         names = ("num_cached_tokens", "num_preemptions")
         self.stats = {name: after[name] - before[name] for name in names}
-        return [output["token_ids"] for output in outputs]
+        return token_ids
+
+    def exit(self) -> None:
+        self.llm.exit()
+
+
+def generate(llm: Any, params_class: Any, requests: list[Request]) -> list[list[int]]:
+    """Call an LLM of nanovllm or of nano-vLLM, which have the same interface."""
+    prompts = [request.prompt for request in requests]
+    params = [request.make_params(params_class) for request in requests]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    return [output["token_ids"] for output in outputs]
 
 
 class Transformers(Engine):
@@ -72,25 +83,14 @@ class Transformers(Engine):
 
     description = "sdpa attention, one static batch"
 
-    def __init__(self, setting: Setting) -> None:
-        torch.manual_seed(setting.options["seed"])
-        self.device = setting.device
-        options = {"dtype": setting.spec.dtype, "attn_implementation": "sdpa"}
-        if setting.options["load_format"] == "dummy":
-            with self.device:
-                self.model = AutoModelForCausalLM.from_config(
-                    setting.hf_config, trust_remote_code=False, **options
-                )
+    def __init__(self, checkpoint: Checkpoint, options: Options) -> None:
+        self.device = options["device"]
+        kind = {"dtype": checkpoint.dtype, "attn_implementation": "sdpa"}
+        if options["load_format"] == "dummy":
+            model = AutoModelForCausalLM.from_config(checkpoint.hf_config, **kind)
         else:
-            self.model = AutoModelForCausalLM.from_pretrained(setting.model, **LOCAL, **options)
-            self.model.to(self.device)
-        self.model.eval()
-        # This replaces the checkpoint's own, which can set EOS and top_k. Without top_k,
-        # transformers uses 50.
-        sampling: dict[str, Any] = {}
-        if setting.temperature > 0:
-            sampling = {"do_sample": True, "temperature": setting.temperature, "top_k": 0}
-        self.model.generation_config = GenerationConfig(pad_token_id=0, **sampling)
+            model = AutoModelForCausalLM.from_pretrained(checkpoint.directory, **LOCAL, **kind)
+        self.model = model.to(self.device).eval()
 
     @torch.inference_mode()
     def run(self, requests: list[Request]) -> list[list[int]]:
@@ -99,10 +99,19 @@ class Transformers(Engine):
             prompts, batch_first=True, padding_value=-1, padding_side="left"
         )  # [num_requests, width]
         mask = (padded >= 0).long()
-        longest = max(request.num_tokens for request in requests)
         # Padding is masked, and needs an id of the vocabulary nevertheless.
         input_ids = padded.clamp(min=0)
-        output = self.model.generate(input_ids, attention_mask=mask, max_new_tokens=longest)
+        # This replaces the checkpoint's own, which can set EOS and top_k. Without top_k,
+        # transformers uses 50.
+        temperature = requests[0].temperature
+        self.model.generation_config = GenerationConfig(
+            max_new_tokens=max(request.num_tokens for request in requests),
+            do_sample=temperature > 0,
+            temperature=temperature or None,
+            top_k=0,
+            pad_token_id=0,
+        )
+        output = self.model.generate(input_ids, attention_mask=mask)
         generated = output[:, padded.shape[1] :].tolist()
         return [token_ids[: each.num_tokens] for token_ids, each in zip(generated, requests)]
 
@@ -110,24 +119,17 @@ class Transformers(Engine):
 class VLLM(Engine):
     description = "vLLM's defaults for all other options"
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, checkpoint: Checkpoint, options: Options) -> None:
         os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
         import vllm
 
-        options = {
-            name: setting.options[name] for name in _OPTIONS_OF_VLLM & setting.options.keys()
-        }
-        self.llm = vllm.LLM(model=setting.model, skip_tokenizer_init=True, **options)
-        self.make_params = partial(
-            vllm.SamplingParams,
-            temperature=setting.temperature,
-            ignore_eos=True,
-            detokenize=False,
-        )
+        shared = {name: options[name] for name in _OPTIONS_OF_VLLM & options.keys()}
+        self.llm = vllm.LLM(model=str(checkpoint.directory), skip_tokenizer_init=True, **shared)
+        self.params_class = partial(vllm.SamplingParams, detokenize=False)
 
     def run(self, requests: list[Request]) -> list[list[int]]:
-        params = [self.make_params(max_tokens=request.num_tokens) for request in requests]
         prompts = [{"prompt_token_ids": request.prompt} for request in requests]
+        params = [request.make_params(self.params_class) for request in requests]
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
@@ -137,22 +139,29 @@ class NanoVLLMCheckout(Engine):
 
     description = "nano-vLLM's defaults for all other options"
 
-    def __init__(self, setting: Setting) -> None:
-        if setting.options["load_format"] == "dummy":
+    def __init__(self, checkpoint: Checkpoint, options: Options, path: str) -> None:
+        if not Path(path, "nanovllm", "llm.py").is_file():
+            raise ValueError(
+                f"--nano-vllm {path}: no checkout of nano-vLLM is there, get one with"
+                " git clone https://github.com/GeeeekExplorer/nano-vllm"
+            )
+        model = str(checkpoint.directory)
+        if options["load_format"] == "dummy":
             # nano-vLLM reads weights and a tokenizer.
-            model = AutoModelForCausalLM.from_config(setting.hf_config, dtype=setting.spec.dtype)
-            model.save_pretrained(setting.model)
-            AutoTokenizer.from_pretrained(DEMO_MODEL).save_pretrained(setting.model)
+            self.folder = TemporaryDirectory()
+            model = self.folder.name
+            weights = AutoModelForCausalLM.from_config(checkpoint.hf_config, dtype=checkpoint.dtype)
+            weights.save_pretrained(model)
+            AutoTokenizer.from_pretrained(DEMO_MODEL).save_pretrained(model)
         # Its share of the memory includes what other engines have already.
         free, total = torch.cuda.mem_get_info()
-        share = setting.options["gpu_memory_utilization"] + 1 - free / total
-        options = {**setting.options, "gpu_memory_utilization": share}
-        self.temperature = setting.temperature
+        share = options["gpu_memory_utilization"] + 1 - free / total
+        options = options | {"gpu_memory_utilization": share}
         self.submit = ProcessPoolExecutor(1, get_context("spawn")).submit
-        self.submit(start_checkout, setting.nano_vllm, setting.model, options).result()
+        self.submit(start_checkout, path, model, options).result()
 
     def run(self, requests: list[Request]) -> list[list[int]]:
-        return self.submit(run_checkout, requests, self.temperature).result()
+        return self.submit(run_checkout, requests).result()
 
 
 _checkout: Any = None  # the LLM of the process of a checkout
@@ -168,21 +177,19 @@ def start_checkout(path: str, model: str, options: dict[str, Any]) -> None:
     _checkout = import_module("nanovllm").LLM(model, **options)  # it ignores unknown options
 
 
-def run_checkout(requests: list[Request], temperature: float) -> list[list[int]]:
-    make_params = import_module("nanovllm").SamplingParams
-    params = [make_params(temperature, request.num_tokens, ignore_eos=True) for request in requests]
-    outputs = _checkout.generate([request.prompt for request in requests], params, use_tqdm=False)
-    return [output["token_ids"] for output in outputs]
+def run_checkout(requests: list[Request]) -> list[list[int]]:
+    return generate(_checkout, import_module("nanovllm").SamplingParams, requests)
 
 
-ENGINES: dict[str, Callable[[Setting], Engine]] = {
-    "nanovllm": NanoVLLM,
-    "transformers": Transformers,
-    "vllm": VLLM,
-    "nano-vllm": NanoVLLMCheckout,
-}
+ENGINES = ("nanovllm", "transformers", "vllm", "nano-vllm")
 
 
-def start_engines(settings: Mapping[str, Setting]) -> dict[str, Engine]:
-    """Start the engines that `settings` name. Other names are those of variants of nanovllm."""
-    return {name: ENGINES.get(name, NanoVLLM)(setting) for name, setting in settings.items()}
+def start_engine(name: str, checkpoint: Checkpoint, options: Options, nano_vllm: str) -> Engine:
+    """Start one of ENGINES, or nanovllm with a policy of that name."""
+    if name == "transformers":
+        return Transformers(checkpoint, options)
+    if name == "vllm":
+        return VLLM(checkpoint, options)
+    if name == "nano-vllm":
+        return NanoVLLMCheckout(checkpoint, options, nano_vllm)
+    return NanoVLLM(checkpoint, options)

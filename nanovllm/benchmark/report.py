@@ -1,36 +1,39 @@
-"""Describes a run: hardware, versions, a table of figures, and the same figures for JSON."""
+"""Prints what bench.py reports: what the runs depend on, a table of them, and the ratios."""
 
 import argparse
 import os
 import platform
 import re
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
-from functools import partial
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
-from nanovllm.benchmark import roofline
-from nanovllm.benchmark.engines import Engine
+from nanovllm.benchmark.engines import Engine, Options
 from nanovllm.benchmark.roofline import PeakRates
-from nanovllm.benchmark.setting import Setting
-from nanovllm.benchmark.workloads import Case, Request
+from nanovllm.benchmark.runs import Run
 
-Figures = dict[str, Any]  # a part of the line of JSON
-COLUMNS = (
-    "prompt tokens",
-    "output tokens",
-    "seconds",
-    "prompt tok/s",
-    "output tok/s",
-    "GB/s",
-    "% of roofline",
-)
+# Columns of the table, which are made from the figures of a run.
+THROUGHPUT = {
+    "prompt tokens": "{prompt_tokens}",
+    "output tokens": "{output_tokens}",
+    "seconds": "{seconds:.3f}",
+    "prompt tok/s": "{prompt_tokens_per_second:.1f}",
+    "output tok/s": "{output_tokens_per_second:.1f}",
+    "% of roofline": "{share_of_roofline:.1%}",
+}
+LATENCY = {
+    "requests/s": "{request_rate:g}",
+    "output tok/s": "{output_tokens_per_second:.1f}",
+    "ttft p50/90/99": "{p50_ttft_ms:.0f}/{p90_ttft_ms:.0f}/{p99_ttft_ms:.0f}",
+    "tpot p50/90/99": "{p50_tpot_ms:.0f}/{p90_tpot_ms:.0f}/{p99_tpot_ms:.0f}",
+    "itl p50/90/99": "{p50_itl_ms:.0f}/{p90_itl_ms:.0f}/{p99_itl_ms:.0f}",
+}
 
 
 def describe_hardware(device: torch.device) -> str:
@@ -56,110 +59,56 @@ def find_versions(packages: Iterable[str]) -> dict[str, str]:
 
 def describe(
     args: argparse.Namespace,
-    settings: Mapping[str, Setting],
-    engines: Mapping[str, Engine],
+    variants: dict[str, Options],
+    engines: dict[str, Engine],
     peak: PeakRates,
-) -> Figures:
-    """Print and return what the figures depend on."""
-    setting, *_ = settings.values()
-    case, *others = args.cases
-    options = {name: getattr(case, name) for name in Case._fields[1:]}
-    described: Figures = {
-        "hardware": describe_hardware(setting.device),
+) -> dict[str, Any]:
+    """Print and return what the runs depend on."""
+    options, *_ = variants.values()
+    described: dict[str, Any] = {
+        "hardware": describe_hardware(torch.device(options["device"])),
         "peak_rates": str(peak),
-        "versions": find_versions(dict.fromkeys(["torch", "transformers", *args.engine])),
-        "model": ", ".join(args.models),
-        "options": setting.options,
-        "workload": {"name": args.workload} if others else options,
-        **{name: engine.description for name, engine in engines.items()},
+        "versions": find_versions(["torch", "transformers", *args.engine]),
+        "workload": {name: value for name, value in vars(args).items() if value},
     }
+    for name, engine in engines.items():
+        described[name] = f"{engine.description}, options {variants[name]}"
     for name, value in described.items():
-        if isinstance(value, dict):
-            value = ", ".join(f"{key} {item}" for key, item in value.items())
         print(f"{name}: {value}")
     return described
 
 
-def report_memory() -> Figures:
-    """Print and return the anonymous memory of this process and its children, at the end.
+def report_runs(runs: Iterable[Run], has_rates: bool) -> dict[str, Any]:
+    """Print the table, a row for each run as soon as it has ended, and the ratios.
 
-    Pages of files do not count, because the system can drop them.
+    Return the same figures.
     """
-    process = psutil.Process()
-    infos = [each.memory_info() for each in (process, *process.children(recursive=True))]
-    # macOS does not tell shared pages apart.
-    num_bytes = sum(info.rss - getattr(info, "shared", 0) for info in infos)
-    print(f"anonymous memory: {num_bytes / 1e6:.0f} MB")
-    return {"anonymous_memory_mb": round(num_bytes / 1e6)}
+    columns = LATENCY if has_rates else THROUGHPUT
+    print("\n" + " " * 26 + "".join(f"{title:>16}" for title in columns))
+    ended: list[Run] = []
+    for run in runs:
+        print_row(run, columns)
+        ended.append(run)
+    figures: dict[str, Any] = {"runs": [run.figures() for run in ended]}
+    if has_rates:
+        return figures
+    medians: list[Run] = []
+    for engine in dict.fromkeys(run.engine for run in ended):
+        own = [run for run in ended if run.engine == engine]
+        seconds = statistics.median(run.seconds for run in own)
+        median = replace(own[-1], run="median", seconds=seconds)
+        medians.append(median)
+        if len(own) > 1:
+            print_row(median, columns)
+    first, *others = medians
+    ratios = {f"{first.engine}/{other.engine}": other.seconds / first.seconds for other in others}
+    for pair, ratio in ratios.items():
+        print(f"{pair}: {ratio:.2f}x throughput (ratio of medians)")
+    return figures | {"medians": [median.figures() for median in medians], "ratios": ratios}
 
 
-class Table:
-    """A row for each run of a case."""
-
-    def __init__(
-        self,
-        case: argparse.Namespace,
-        settings: Mapping[str, Setting],
-        requests: list[Request],
-        peak: PeakRates,
-    ) -> None:
-        self.peak = peak
-        self.seconds: dict[str, list[float]] = {name: [] for name in settings}
-        self.stats: dict[str, dict[str, int]] = {}  # of the last run
-        self.least: dict[str, float] = {}  # the seconds of the roofline
-        self.num_bytes: dict[str, float] = {}
-        prefixes = (case.shared_prefix, case.cached_prefix)
-        for name, setting in settings.items():
-            count = partial(roofline.compute_roofline_seconds, setting.spec, requests, *prefixes)
-            self.least[name] = count(peak)
-            self.num_bytes[name] = count(roofline.ONE_BYTE_PER_SECOND)
-        self.num_prompt_tokens = sum(len(prompt) - case.cached_prefix for prompt, _ in requests)
-        self.num_output_tokens = sum(request.num_tokens for request in requests)
-        print(f"\n{case.title:24}" + "".join(f"{column:>15}" for column in COLUMNS), flush=True)
-
-    def add_run(self, name: str, seconds: float, stats: dict[str, int]) -> None:
-        """Print a run of an engine, whose stats are those of this run."""
-        self.seconds[name].append(seconds)
-        self.stats[name] = stats
-        self.print_row(name, str(len(self.seconds[name])), seconds, stats)
-
-    def compute_rates(self, name: str, seconds: float) -> dict[str, float]:
-        """Return the figures that follow from the time of a run, by their names in JSON."""
-        return {
-            "prompt_tokens_per_second": self.num_prompt_tokens / seconds,
-            "output_tokens_per_second": self.num_output_tokens / seconds,
-            "read_bytes_per_second": self.num_bytes[name] / seconds,
-            "share_of_roofline": self.least[name] / seconds,
-        }
-
-    def print_row(self, name: str, run: str, seconds: float, stats: dict[str, int]) -> None:
-        prompt_rate, output_rate, bandwidth, share = self.compute_rates(name, seconds).values()
-        row = f"{f'{name} {run}':24}{self.num_prompt_tokens:15}{self.num_output_tokens:15}"
-        row += f"{seconds:15.3f}{prompt_rate:15.1f}{output_rate:15.1f}"
-        row += f"{bandwidth / 1e9:15.1f}{share:15.1%}"
-        shown = [f"  {key} {value}" for key, value in stats.items() if value]
-        print(row + "".join(shown), flush=True)
-
-    def summarize(self) -> Figures:
-        """Print the medians and the ratios. Return all figures."""
-        medians = {name: statistics.median(seconds) for name, seconds in self.seconds.items()}
-        first, *others = medians
-        ratios = {f"{first}/{other}": medians[other] / medians[first] for other in others}
-        rates: dict[str, dict[str, float]] = {}
-        for name, seconds in medians.items():
-            if len(self.seconds[name]) > 1:
-                self.print_row(name, "median", seconds, {})
-            for key, rate in self.compute_rates(name, seconds).items():
-                rates.setdefault(key, {})[name] = rate
-        for pair, ratio in ratios.items():
-            print(f"{pair}: {ratio:.2f}x throughput (ratio of medians)")
-        return {
-            "prompt_tokens": self.num_prompt_tokens,
-            "output_tokens": self.num_output_tokens,
-            "seconds": self.seconds,
-            "median_seconds": medians,
-            **rates,
-            "ratios": ratios,
-            "roofline": {**self.peak._asdict(), "seconds": self.least, "note": roofline.NOTE},
-            "stats_of_last_run": self.stats,
-        }
+def print_row(run: Run, columns: dict[str, str]) -> None:
+    figures = run.figures()
+    cells = [f"{template.format_map(figures):>16}" for template in columns.values()]
+    stats = [f"  {name} {value}" for name, value in run.stats.items() if value]
+    print(f"{f'{run.engine} {run.run}':26}", *cells, *stats, sep="", flush=True)

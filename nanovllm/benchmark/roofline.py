@@ -4,7 +4,6 @@ It is the necessary memory traffic and FLOPs divided by peak rates, which are me
 from a data sheet.
 """
 
-import math
 from collections import Counter
 from typing import NamedTuple
 
@@ -25,9 +24,7 @@ NOTE = """\
 % of roofline is the share of the best possible speed: the minimum time at the machine's peak rates,
 divided by the measured time. Above 100% the peak rates are too low for this model, because it stays
 in the processor's cache, or because torch, which measured them, multiplies matrices more slowly.
-Then this column says nothing: compare tok/s.
-GB/s counts the weights and K/V that have to be read. If a decode reads as much as the memory can
-deliver (peak_rates), only smaller weights make it faster."""
+Then this column says nothing: compare tok/s."""
 
 
 class PeakRates(NamedTuple):
@@ -38,10 +35,6 @@ class PeakRates(NamedTuple):
     def __str__(self) -> str:
         bandwidth = f"{self.bytes_per_second / 1e9:.4g} GB/s"
         return f"{bandwidth} and {self.flops_per_second / 1e12:.4g} TFLOP/s in {self.matmul_dtype}"
-
-
-# With these rates, the seconds of a workload are the bytes that it has to read.
-ONE_BYTE_PER_SECOND = PeakRates(1.0, math.inf, "")
 
 
 def measure_peak_rates(device: torch.device, dtype: torch.dtype) -> PeakRates:

@@ -1,4 +1,4 @@
-"""Times the runs of bench.py.
+"""Times the runs of bench.py, and records each one.
 
 Loading and warm-up are not timed. Every run has different token ids, so that no prefix cache can
 reuse an earlier run.
@@ -6,44 +6,97 @@ reuse an earlier run.
 
 import time
 from argparse import Namespace
-from itertools import product
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from nanovllm.benchmark import latency
-from nanovllm.benchmark.engines import Engine
-from nanovllm.benchmark.report import Figures, Table
-from nanovllm.benchmark.roofline import PeakRates
-from nanovllm.benchmark.setting import Setting
+from nanovllm.benchmark.engines import Engine, NanoVLLM
+from nanovllm.benchmark.roofline import PeakRates, compute_roofline_seconds
 from nanovllm.benchmark.workloads import Request, make_requests
+from nanovllm.models.spec import ModelSpec
 
 
-def time_run(name: str, engine: Engine, requests: list[Request]) -> float:
+@dataclass(frozen=True)
+class Run:
+    """The record of a run: what was run, and what was measured."""
+
+    engine: str  # or the policy of nanovllm
+    run: int | str  # counted from 1, or "median"
+    request_rate: float | None  # None: all requests arrive at once
+    prompt_tokens: int  # without the cached prefix
+    output_tokens: int
+    seconds: float
+    roofline_seconds: float
+    stats: dict[str, int]
+    latencies: dict[str, float]  # with a request rate
+
+    def figures(self) -> dict[str, Any]:
+        """Return the record and its rates, by their names in JSON."""
+        return {
+            **asdict(self),
+            **self.latencies,
+            "prompt_tokens_per_second": self.prompt_tokens / self.seconds,
+            "output_tokens_per_second": self.output_tokens / self.seconds,
+            "share_of_roofline": self.roofline_seconds / self.seconds,
+        }
+
+
+def time_runs(
+    args: Namespace, spec: ModelSpec, engines: dict[str, Engine], peak: PeakRates
+) -> Iterator[Run]:
+    """Time each engine `args.repeat` times, or once for each of `args.request_rate`."""
+    warm_up = [
+        Request(prompt[args.cached_prefix :], min(num_tokens, 8), temperature)
+        for prompt, num_tokens, temperature in make_requests(args, spec.vocab_size, run=0)[:8]
+    ]
+    for engine in engines.values():
+        engine.run(warm_up)
+    for number, rate in enumerate(args.request_rate or [None] * args.repeat, start=1):
+        requests = make_requests(args, spec.vocab_size, number)
+        cached = Request(requests[0].prompt[: args.cached_prefix], 1)
+        # In turn, so that a change of the machine's speed affects all engines.
+        for name, engine in engines.items():
+            # The second request leaves the snapshot of a model with recurrent states.
+            for _ in range(2 if cached.prompt else 0):
+                engine.run([cached])
+            if rate is None:
+                seconds = time_run(engine, requests)
+                latencies = {}
+            else:
+                assert isinstance(engine, NanoVLLM)
+                arrivals = latency.draw_arrivals(len(requests), rate)
+                times = latency.serve(engine.llm, requests, arrivals)
+                seconds = max(steps[-1] for steps in times)
+                latencies = latency.summarize(requests, times)
+            yield Run(
+                engine=name,
+                run=number,
+                request_rate=rate,
+                prompt_tokens=sum(len(each.prompt) - args.cached_prefix for each in requests),
+                output_tokens=sum(each.num_tokens for each in requests),
+                seconds=seconds,
+                roofline_seconds=compute_roofline_seconds(
+                    spec,
+                    requests,
+                    args.cached_prefix + args.shared_prefix,
+                    args.cached_prefix,
+                    peak,
+                ),
+                stats=engine.stats,
+                latencies=latencies,
+            )
+
+
+def time_run(engine: Engine, requests: list[Request]) -> float:
     """Submit all requests. Return the seconds until the last one has finished."""
     start = time.perf_counter()
     outputs = engine.run(requests)
     seconds = time.perf_counter() - start
     for request, output in zip(requests, outputs, strict=True):
         if len(output) != request.num_tokens:
-            problem = f"a request for {request.num_tokens} tokens returned {len(output)}"
-            raise RuntimeError(f"{name}: {problem}")
+            raise RuntimeError(
+                f"{engine.description}: a request for {request.num_tokens} tokens returned"
+                f" {len(output)}"
+            )
     return seconds
-
-
-def time_case(
-    case: Namespace, settings: dict[str, Setting], engines: dict[str, Engine], peak: PeakRates
-) -> Figures:
-    """Time the runs of a case, or with --request-rate the latencies of its requests."""
-    numbers = range(1 + (len(case.request_rate) if case.request_rate else case.repeat))
-    vocab_size = min(setting.spec.vocab_size for setting in settings.values())
-    warm_up, *runs = [make_requests(case, vocab_size, run) for run in numbers]
-    for engine in engines.values():
-        engine.run([Request(prompt[case.cached_prefix :], min(n, 8)) for prompt, n in warm_up[:8]])
-    if case.request_rate:
-        return latency.compare_policies(case, engines, runs)
-    table = Table(case, settings, runs[0], peak)
-    # In turn, so that a change of the machine's speed affects all engines.
-    for requests, (name, engine) in product(runs, engines.items()):
-        # The second request leaves the snapshot of a model with recurrent states.
-        for _ in range(2 if case.cached_prefix else 0):
-            engine.run([Request(requests[0].prompt[: case.cached_prefix], 1)])
-        table.add_run(name, time_run(name, engine, requests), engine.stats)
-    return table.summarize()

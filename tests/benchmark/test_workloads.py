@@ -4,25 +4,18 @@ They run with small models, and with a sixteenth of their tokens.
 """
 
 import json
-import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-import torch
 from conftest import make_checkpoint
-from project_helpers import reject
 from transformers import Gemma3TextConfig
 
 from bench import main
 from nanovllm import DEMO_MODEL
 from nanovllm.benchmark import roofline
-from nanovllm.benchmark.arguments import make_parser
-from nanovllm.benchmark.report import report_memory
+from nanovllm.benchmark.arguments import list_variants, make_parser
 from nanovllm.benchmark.roofline import PeakRates
-from nanovllm.benchmark.setting import make_settings
-from nanovllm.benchmark.workloads import WORKLOADS, choose_workload, make_requests
+from nanovllm.benchmark.shapes import SHAPES
+from nanovllm.benchmark.workloads import WORKLOADS, make_requests
 
 TINY = ["--model", DEMO_MODEL, "--set", "device=cpu"]
 SCALE = 16
@@ -34,141 +27,99 @@ def fixed_peak_rates(monkeypatch):
     monkeypatch.setattr(roofline, "measure_peak_rates", lambda *_: peak)
 
 
-def shrink(bounds):
-    return tuple(max(1, bound // SCALE) for bound in bounds)
+def parse(line):
+    return make_parser().parse_args(line.split())
+
+
+def shrink(line):
+    """Divide the lengths of a command line. At most 16 requests are left."""
+    args = parse(line)
+    lengths = [max(1, bound // SCALE) for bound in (*args.input_len, *args.output_len)]
+    return (
+        f"{line} --num-seqs {min(args.num_seqs, 16)} --cached-prefix {args.cached_prefix // SCALE}"
+        " --input-len {} {} --output-len {} {}".format(*lengths)
+    )
 
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """Run a workload with a sixteenth of its tokens. Return the line of JSON and the text."""
+    """Run a workload with a sixteenth of its tokens. Return the lines of JSON and the text."""
     for name, workload in WORKLOADS.items():
-        cases = tuple(
-            case._replace(
-                input_len=shrink(case.input_len),
-                output_len=shrink(case.output_len),
-                num_seqs=min(case.num_seqs, 16),
-                shared_prefix=case.shared_prefix // SCALE,
-            )
-            for case in workload.cases
-        )
-        monkeypatch.setitem(WORKLOADS, name, workload._replace(cases=cases))
+        lines = {title: shrink(line) for title, line in workload.lines.items()}
+        monkeypatch.setitem(WORKLOADS, name, workload._replace(lines=lines))
 
     def run(name, *arguments):
         main(["--workload", name, "--json", *arguments])
         output, log = capsys.readouterr()
-        return json.loads(output), log
+        reports = [json.loads(line) for line in output.splitlines()]
+        assert [report["title"] for report in reports] == list(WORKLOADS[name].lines)
+        assert WORKLOADS[name].reading in log
+        return reports
 
     return run
 
 
 def test_lengths_of_nano_vllm_are_those_of_its_readme():
     """It reports 133,966 output tokens, and in a later version 142,827 prompt tokens."""
-    args = make_parser().parse_args(["--workload", "nano-vllm"])
-    choose_workload(args)
-    (case,) = args.cases
-    requests = make_requests(case, 151936, 0)
+    requests = make_requests(parse(WORKLOADS["nano-vllm"].lines[""]), 151936, 0)
     assert len(requests) == 256
     assert sum(request.num_tokens for request in requests) == 133_966
     assert sum(len(request.prompt) for request in requests) == 142_827
 
 
-def check_report(name, report, log):
-    tests = report.get("tests", {"": report})
-    assert list(tests) == [case.title for case in WORKLOADS[name].cases]
-    for test in tests.values():
-        for seconds in test["seconds"].values():
-            assert len(seconds) == WORKLOADS[name].repeat
-    assert WORKLOADS[name].reading in log
-    assert "anonymous memory" in log
+def test_runs_have_the_same_lengths_and_no_common_prefix():
+    args = parse("--num-seqs 20 --input-len 1 9 --output-len 1 9 --shared-prefix 3")
+    first, second = (make_requests(args, 1000, run) for run in (1, 2))
+    for one, other in zip(first, second, strict=True):
+        assert (len(one.prompt), one.num_tokens) == (len(other.prompt), other.num_tokens)
+        assert one.prompt[:3] == first[0].prompt[:3] != other.prompt[:3]
 
 
-CHECKED_BELOW = ("llama-bench-depth", "multi-turn")
-
-
-@pytest.mark.parametrize("name", [name for name in WORKLOADS if name not in CHECKED_BELOW])
+@pytest.mark.parametrize("name", ["quick", "nano-vllm", "llama-bench", "moe"])
 def test_every_workload_runs(name, run):
-    check_report(name, *run(name, *TINY))
+    for line, report in zip(WORKLOADS[name].lines.values(), run(name, *TINY), strict=True):
+        assert len(report["runs"]) == parse(line).repeat
+
+
+def test_options_replace_those_of_a_workload(run):
+    (report,) = run("quick", *TINY, "--num-seqs", "3", "--output-len", "2", "2")
+    assert report["runs"][0]["output_tokens"] == 3 * 2
 
 
 def test_context_of_llama_bench_is_computed_before(run):
-    report, log = run("llama-bench-depth", *TINY)
-    check_report("llama-bench-depth", report, log)
-    for depth, test in zip((64, 512, 2000), report["tests"].values(), strict=True):
-        assert test["prompt_tokens"] == 1
-        (stats,) = test["stats_of_last_run"].values()
-        assert depth - 16 <= stats["num_cached_tokens"] <= depth
+    reports = run("llama-bench-depth", *TINY)
+    for depth, report in zip((64, 512, 2000) * 2, reports, strict=True):
+        (measured,) = report["runs"]
+        assert measured["prompt_tokens"] == 1
+        assert depth - 16 <= measured["stats"]["num_cached_tokens"] <= depth
 
 
-def test_models_are_compared_with_their_own_rooflines(run, monkeypatch, tmp_path):
+@pytest.mark.parametrize("kind", ["full_attention", "sliding_attention"])
+def test_a_window_bounds_the_roofline_of_a_context(run, tmp_path, kind):
     """A layer with full attention reads the whole context, and one with a window does not."""
-    models = (str(tmp_path / "full"), str(tmp_path / "windows"))
-    for model, kind in zip(models, ("full_attention", "sliding_attention")):
-        options = {"layer_types": [kind] * 2, "sliding_window": 16}
-        make_checkpoint(
-            Path(model), family=Gemma3TextConfig, max_position_embeddings=2048, **options
-        )
-    workload = WORKLOADS["llama-bench-depth"]._replace(models=models)
-    monkeypatch.setitem(WORKLOADS, "llama-bench-depth", workload)
-    report, _ = run("llama-bench-depth", "--set", "device=cpu")
-    least = [test["roofline"]["seconds"] for test in report["tests"].values()]
-    assert all(set(seconds) == set(models) for seconds in least)
-    assert least[2][models[0]] > 2 * least[0][models[0]]
-    assert least[2][models[1]] == least[0][models[1]]
-    for stats in report["tests"]["tg128 @ d8192"]["stats_of_last_run"].values():
-        assert stats["num_cached_tokens"] >= 512 - 16
+    options = {"layer_types": [kind] * 2, "sliding_window": 16}
+    make_checkpoint(tmp_path, family=Gemma3TextConfig, max_position_embeddings=2048, **options)
+    reports = run("llama-bench-depth", "--model", str(tmp_path), "--set", "device=cpu")
+    least = [report["runs"][0]["roofline_seconds"] for report in reports]
+    if kind == "full_attention":
+        assert least[2] > 2 * least[0]
+    else:
+        assert least[2] == least[0]
+    for depth, report in zip((64, 512, 2000), reports):
+        assert report["runs"][0]["stats"]["num_cached_tokens"] >= depth - 16
 
 
 def test_a_turn_computes_only_its_message_with_the_prefix_cache(run):
-    report, log = run("multi-turn", *TINY)
-    check_report("multi-turn", report, log)
-    cached = [
-        [stats["num_cached_tokens"] for stats in test["stats_of_last_run"].values()]
-        for test in report["tests"].values()
-    ]
-    for turn, (with_cache, without_cache) in enumerate(cached):
-        assert 24 * turn - 16 < with_cache <= 24 * turn
-        assert without_cache == 0
+    reports = run("multi-turn", *TINY)
+    cached = [report["runs"][0]["stats"]["num_cached_tokens"] for report in reports]
+    for turn in range(5):
+        assert max(0, 24 * turn - 16) <= cached[2 * turn] <= 24 * turn
+        assert cached[2 * turn + 1] == 0
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_workloads_fit_their_models(name, tmp_path):
-    args = make_parser().parse_args(["--workload", name, "--set", "device=cpu"])
-    workload = choose_workload(args)
-    for setting in make_settings(args, workload, str(tmp_path)).values():
-        limit = setting.hf_config.max_position_embeddings
-        assert setting.options["max_model_len"] <= limit
-
-
-@pytest.mark.parametrize(
-    "arguments, complaint",
-    [
-        ("--workload llama-bench --num-seqs 3", "--workload llama-bench.*--num-seqs"),
-        ("--workload moe --request-rate 2", "--workload moe.*--request-rate"),
-        ("--workload moe --token-budget 8", "--token-budget.*--request-rate"),
-        (
-            "--workload multi-turn --set enable_prefix_caching=False",
-            "--workload multi-turn.*enable_prefix_caching",
-        ),
-    ],
-)
-def test_options_that_a_workload_fixes_are_rejected(arguments, complaint, capsys):
-    message = reject(capsys, main, [*arguments.split(), *TINY])
-    assert re.search(complaint, message, flags=re.DOTALL)
-
-
-# --- What every run reports
-
-
-def test_memory_is_that_of_all_processes_without_files(tmp_path):
-    path = tmp_path / "file"
-    path.write_bytes(bytes(100_000_000))
-    before = report_memory()["anonymous_memory_mb"]
-    mapped = torch.from_file(str(path), size=100_000_000, dtype=torch.uint8)
-    assert mapped.max() == 0
-    code = "block = bytearray(b'1' * 100_000_000); print(flush=True); input()"
-    pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe) as child:
-        child.stdout.readline()
-        during = report_memory()["anonymous_memory_mb"]
-        child.stdin.close()
-    assert 95 < during - before < 130
+def test_workloads_fit_their_models(name):
+    for line in WORKLOADS[name].lines.values():
+        args = parse(line)
+        (options,) = list_variants(args).values()
+        assert options["max_model_len"] <= SHAPES[args.model].max_position_embeddings

@@ -5,12 +5,12 @@ show comes from runs of the demo model and of the block manager. Each run writes
 other pictures in the folder show no run, and are only files.
 """
 
-from argparse import Namespace
 from html import escape
 from inspect import getdoc
 from pathlib import Path
 
 from nanovllm import DEMO_MODEL, SamplingParams
+from nanovllm.benchmark.arguments import make_parser
 from nanovllm.benchmark.workloads import WORKLOADS, make_requests
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
@@ -97,8 +97,8 @@ def memory(picture):
     less than a tenth of the memory, and only the last block of each is partly empty.
     """
     # The first requests of `bench.py --workload quick`. They grow together.
-    case = Namespace(**WORKLOADS["quick"].cases[0]._asdict())
-    requests = make_requests(case, vocab_size=768, run=0)[:5]
+    args = make_parser().parse_args(WORKLOADS["quick"].lines[""].split())
+    requests = make_requests(args, vocab_size=768, run=0)[:5]
     seqs = [Sequence(i, request.prompt, GREEDY) for i, request in enumerate(requests)]
     manager = BlockManager(num_blocks=5 * 256, block_size=16)
     for num_generated in range(256):
