@@ -6,7 +6,8 @@
     python bench.py --engine nanovllm vllm --repeat 3              alternating runs, and ratios
     python bench.py --engine nanovllm nano-vllm --nano-vllm PATH   beside a checkout of nano-vLLM
     python bench.py --request-rate 2 4 8                           latencies of the policies
-    python bench.py --json                                         one line of JSON on stdout
+    python bench.py --json                                         one line of JSON on stdout, or
+                                                                   one for each part of a workload
 
 The folder nanovllm/benchmark has the parts. `python -m nanovllm.kernels.bench` times kernels.
 """

@@ -1,4 +1,4 @@
-"""The command line of bench.py, and the engines that it asks for."""
+"""The command line of bench.py, and what it compares."""
 
 import argparse
 from collections.abc import Iterable

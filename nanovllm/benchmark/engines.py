@@ -157,11 +157,14 @@ class NanoVLLMCheckout(Engine):
         free, total = torch.cuda.mem_get_info()
         share = options["gpu_memory_utilization"] + 1 - free / total
         options = options | {"gpu_memory_utilization": share}
-        self.submit = ProcessPoolExecutor(1, get_context("spawn")).submit
-        self.submit(start_checkout, path, model, options).result()
+        self.pool = ProcessPoolExecutor(1, get_context("spawn"))
+        self.pool.submit(start_checkout, path, model, options).result()
 
     def run(self, requests: list[Request]) -> list[list[int]]:
-        return self.submit(run_checkout, requests).result()
+        return self.pool.submit(run_checkout, requests).result()
+
+    def exit(self) -> None:
+        self.pool.shutdown()
 
 
 _checkout: Any = None  # the LLM of the process of a checkout

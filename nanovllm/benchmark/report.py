@@ -69,7 +69,7 @@ def describe(
         "hardware": describe_hardware(torch.device(options["device"])),
         "peak_rates": str(peak),
         "versions": find_versions(["torch", "transformers", *args.engine]),
-        "workload": {name: value for name, value in vars(args).items() if value},
+        "workload": {name: value for name, value in vars(args).items() if value is not None},
     }
     for name, engine in engines.items():
         described[name] = f"{engine.description}, options {variants[name]}"
@@ -111,4 +111,5 @@ def print_row(run: Run, columns: dict[str, str]) -> None:
     figures = run.figures()
     cells = [f"{template.format_map(figures):>16}" for template in columns.values()]
     stats = [f"  {name} {value}" for name, value in run.stats.items() if value]
-    print(f"{f'{run.engine} {run.run}':26}", *cells, *stats, sep="", flush=True)
+    label = run.engine if run.latencies else f"{run.engine} {run.run}"
+    print(f"{label:26}", *cells, *stats, sep="", flush=True)
