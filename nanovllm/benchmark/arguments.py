@@ -130,7 +130,7 @@ def list_variants(args: argparse.Namespace) -> dict[str, Options]:
     for low, high in (args.input_len, args.output_len):
         check_int("LO of --input-len or --output-len", low, 1, high)
     SamplingParams(temperature=args.temperature)  # raises an error for an invalid value
-    given = dict(args.set)
+    given = {name: value for name, value in args.set if value != "auto"}
     for name in ("dtype", "quantization"):
         if vars(args)[name]:
             given[name] = vars(args)[name]
