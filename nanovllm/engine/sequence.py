@@ -41,7 +41,7 @@ class Sequence:
     seed: int = 0
     stop_token_ids: frozenset[int] = frozenset()
     max_model_len: int = 2**31
-    ends_with_prompt: bool = False  # it is computed, and the token that it samples is dropped
+    ends_with_prompt: bool = False  # the token that it samples is dropped
 
     def __post_init__(self) -> None:
         params = self.params

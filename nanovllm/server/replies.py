@@ -35,7 +35,7 @@ class Written:
     texts: CompletionTexts | ChatTexts | None  # if log probabilities are requested
     num_chars: int = 0
     num_tokens: int = 0
-    parser: MessageParser | None = None  # of a chat
+    parser: MessageParser | None = None  # a chat has one
     reasoning: list[str] = field(default_factory=list)
 
 
@@ -47,7 +47,7 @@ class Reply:
     ID_PREFIX: ClassVar[str]
     KIND: ClassVar[str]
     CHUNK_KIND: ClassVar[str]
-    NO_TEXT: ClassVar[JsonObject]  # of a chunk
+    NO_TEXT: ClassVar[JsonObject]  # the fields of a chunk without text
 
     model: str
     stream: StreamOptions

@@ -22,7 +22,7 @@ class Work:
     request_id: int
     lane: int
     start: int = 0  # position of the first token that it computes
-    kind: str = "decode"  # or "prefill" or "preempted"
+    kind: str = "decode"  # also "prefill", "preempted"
     num_tokens: int = 1  # tokens that it computes, without the draft
     blocks: list[int] = field(default_factory=list)  # new in the block table, or released
     full_blocks: list[FullBlock] = field(default_factory=list)  # those that its tokens make full
@@ -55,14 +55,14 @@ class TracedStep:
     running_requests: list[int]  # ids, the oldest first
     next_free_blocks: list[int]
     features: Facts
-    work: list[Work]  # of scheduled sequences, then of preempted ones
+    work: list[Work]  # scheduled sequences, then preempted ones
     # Set when the result of the step is known.
-    texts: dict[int, str] = field(default_factory=dict)  # of tokens that no earlier step has named
+    texts: dict[int, str] = field(default_factory=dict)  # tokens that no earlier step has named
     sequences: dict[str, int] = field(default_factory=dict)  # how many are waiting, running
     blocks: dict[str, int] = field(default_factory=dict)  # how many are used, reusable, empty
 
 
 @dataclass
 class Trace:
-    settings: Facts  # of the engine
+    settings: Facts  # the engine's
     steps: list[TracedStep]

@@ -33,7 +33,7 @@ CHECK_PROGRAM = str(Path(__file__).with_name("grammar_check.py"))
 CPU_SECONDS = 2  # for the compilation of a grammar
 LIMITS: Any = {"step_lexer_fuel": 50_000, "step_max_items": 50_000, "max_items_in_row": 10_000}
 MAX_LEXER_STATES = 50_000
-MAX_MATCHERS = 16  # that are kept
+MAX_MATCHERS = 16  # the newest ones are kept
 MAX_ERROR_CHARS = 300  # because llguidance's errors quote patterns
 QUOTED = re.compile(r" *\d+ \| | *\^+ *$|<non-verbose/>")  # lines of an error
 
