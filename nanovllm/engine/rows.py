@@ -1,7 +1,7 @@
 """The rows of logits of a step: those that are sampled, and those that features ask for.
 
     tokens of a step       | 4  5  6  7 |     5 and 6 are wanted, and the row of 7 is sampled
-    rows of hidden states       0  1  2       a row can have several owners
+    rows of logits              0  1  2       a row can have several owners
 
 The rows of a sequence are those of its last tokens in the step, because kernels need not compute
 other tokens in the last layer.

@@ -12,17 +12,15 @@ import re
 from itertools import chain
 from uuid import uuid4
 
-from nanovllm.server.calls import Block
+from nanovllm.server.calls import END_FUNCTION, END_PARAMETER, FUNCTION, PARAMETER, Block
 from nanovllm.server.errors import JsonObject
 from nanovllm.text.chat_template import Tool
-from nanovllm.text.vocabulary import END_THINK, THINK, TOOL_CALL
+from nanovllm.text.vocabulary import END_THINK, TAGS, THINK, TOOL_CALL
 
-TAGS = (
-    "<think> </think> <tool_call> </tool_call> <function= </function> <parameter= </parameter>"
-).split()
-TAG_STARTS = {tag[:size] for tag in TAGS for size in range(1, len(tag))}
+ALL_TAGS = (*TAGS, FUNCTION, END_FUNCTION, PARAMETER, END_PARAMETER)
+TAG_STARTS = {tag[:size] for tag in ALL_TAGS for size in range(1, len(tag))}
 # A tag, a sign that matters in JSON, spaces, or other text.
-LEXEME = re.compile("|".join(TAGS) + r'|["\\<]|\s+|[^"\\<\s]+')
+LEXEME = re.compile("|".join(ALL_TAGS) + r'|["\\<]|\s+|[^"\\<\s]+')
 
 
 class MessageParser:
