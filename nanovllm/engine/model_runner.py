@@ -11,15 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanovllm.batch.batch import Batch, make_batch
+from nanovllm.batch.packing import to_device
 from nanovllm.config import Config
 from nanovllm.engine.feature import Features
 from nanovllm.engine.outputs import Logprobs
 from nanovllm.engine.rows import Rows
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
-from nanovllm.layers.batch import Batch, make_batch
 from nanovllm.layers.logprobs import find_logprobs, read_logprobs
-from nanovllm.layers.packing import to_device
 from nanovllm.layers.penalties import apply_penalties
 from nanovllm.layers.sampler import Sampler, make_sampling_batch
 from nanovllm.models.spec import ModelSpec
@@ -99,7 +99,7 @@ class ModelRunner:
         return logits
 
     def prepare_batch(self, step: Step, num_rows: list[int]) -> Batch[np.ndarray]:
-        """Flatten the tokens of a step, on the host. layers/batch.py draws it.
+        """Flatten the tokens of a step, on the host. batch/batch.py draws it.
 
         The last `num_rows` tokens of each sequence need logits.
         """

@@ -13,6 +13,7 @@ because a hit computes no logits.
 import numpy as np
 from torch import Tensor
 
+from nanovllm.batch.packing import to_device
 from nanovllm.engine.block_manager import Block
 from nanovllm.engine.feature import Feature
 from nanovllm.engine.outputs import PromptLogprobs
@@ -20,7 +21,6 @@ from nanovllm.engine.request import Request
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Row, Step
 from nanovllm.layers.logprobs import find_logprobs, read_logprobs
-from nanovllm.layers.packing import to_device
 
 
 class PromptScores(Feature):

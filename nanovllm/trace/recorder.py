@@ -23,11 +23,11 @@ from itertools import islice, pairwise
 import torch
 from torch import Tensor
 
+from nanovllm.batch.batch import Batch
 from nanovllm.engine.feature import Facts, Feature
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
-from nanovllm.layers.batch import Batch
 from nanovllm.layers.penalties import apply_penalties
 from nanovllm.text.vocabulary import Vocabulary
 from nanovllm.trace.step import FullBlock, Trace, TracedStep, Work

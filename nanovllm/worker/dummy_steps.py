@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.layers.batch import Batch, make_batch
-from nanovllm.layers.packing import copy_to
+from nanovllm.batch.batch import Batch, make_batch
+from nanovllm.batch.packing import copy_to
 from nanovllm.layers.sampler import Sampler, make_sampling_batch
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.helpers import cdiv

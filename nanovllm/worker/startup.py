@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from nanovllm.batch.batch import Batch
 from nanovllm.config import Config
-from nanovllm.layers.batch import Batch
 from nanovllm.models import weights
 from nanovllm.models.spec import ModelSpec
 from nanovllm.utils.checks import naming

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from nanovllm.batch.batch import Batch
+from nanovllm.batch.packing import copy_to, pack, unpack
 from nanovllm.checkpoints.tensor_files import open_weights
 from nanovllm.config import MAX_DRAFT_STEP, Config
 from nanovllm.layers import attention
-from nanovllm.layers.batch import Batch
-from nanovllm.layers.packing import copy_to, pack, unpack
 from nanovllm.layers.tensor_parallel import ALONE
 from nanovllm.models import weights
 from nanovllm.models.spec import CausalLM, ModelSpec

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import torch
 
+from nanovllm.batch import packing
 from nanovllm.kernels.cuda import graphs
-from nanovllm.layers import packing
 from nanovllm.worker import startup
 from nanovllm.worker.dummy_steps import make_dummy_batch
 

@@ -35,11 +35,11 @@ from kernel_helpers import (
     needs_compiler,
 )
 
+from nanovllm.batch import batch as batches
 from nanovllm.kernels.cpu import attention as cpp_backend
 from nanovllm.kernels.select import report_once, select_backend
 from nanovllm.kernels.self_tests import check_backend
 from nanovllm.layers import attention as torch_backend
-from nanovllm.layers import batch as batches
 from nanovllm.layers.attention import AttentionShape, find_first_visible, make_cache
 from nanovllm.layers.backends import BACKENDS
 

@@ -31,6 +31,7 @@ FLOORS = [  # top down; a module imports from its own floor and from lower ones
     {"models"},
     {"checkpoints"},
     {"layers", "config", "sampling_params", "text"},
+    {"batch"},
     {"utils"},
 ]
 WITHOUT_TORCH = {
