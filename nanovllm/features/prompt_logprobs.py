@@ -37,7 +37,7 @@ class PromptScores(Feature):
 
     def wanted_rows(self, step: Step) -> list[Row]:
         rows: list[Row] = []
-        for seq, num_tokens, _ in step:
+        for seq, num_tokens in zip(step.seqs, step.num_tokens):
             entries = find_entries(seq)
             if entries is not None:
                 # The first position whose next token has no entry yet.

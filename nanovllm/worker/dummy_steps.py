@@ -29,9 +29,11 @@ SAMPLING_KINDS = [
 _TEST_LEN = 33  # tokens of a context: two chunks of recurrent states, and a large tile of GEMMs
 
 
+@torch.inference_mode()
 def run_dummy_step(worker: Worker, query_lens: list[int]) -> Tensor:
     """Compute a step of whole prompts. Return its logits."""
-    return worker.compute_logits(worker.compute(make_dummy_batch(worker, query_lens)))
+    hidden = worker.compute(make_dummy_batch(worker, query_lens))
+    return worker.model.compute_logits(hidden)
 
 
 def make_dummy_batch(worker: Worker, query_lens: list[int]) -> Batch:
