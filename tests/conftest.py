@@ -44,9 +44,9 @@ from nanovllm.features.speculation.costs import StepCosts
 from nanovllm.features.speculation.drafts import Drafts
 from nanovllm.features.windows import Windows
 from nanovllm.kernels.cpu.fused_layers import FusedLayers
+from nanovllm.kernels.select import BACKENDS
 from nanovllm.layers import sampler
 from nanovllm.layers.attention import AttentionShape
-from nanovllm.layers.backends import BACKENDS
 from nanovllm.utils.helpers import cdiv
 
 Kind = TypeVar("Kind", bound=Feature)

@@ -1,7 +1,6 @@
 """The layers in plain PyTorch, written to be read. They specify what kernels/ computes.
 
 attention.py        paged attention
-backends.py         the table of attention backends
 linear.py           linear layers, sharded over ranks
 embedding.py        the embedding and the output head
 norm.py             RMSNorm
