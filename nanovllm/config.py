@@ -67,6 +67,9 @@ class Config(Checked):
             debugging. Attention is then "torch".
         attention_backend: "auto": the fastest backend that can run here. A named backend that
             cannot run here is an error.
+        model_impl: "nanovllm": a class of models/. "transformers": the family's own code in
+            transformers, with this engine's attention. "auto": a class of models/ if the family has
+            one.
         load_format: "auto": the checkpoint's weights. "dummy": random weights in the shapes of
             config.json.
         quantization: "int8" or "int4": quantize weights that the checkpoint stores in 16 or 32 bits
@@ -97,6 +100,7 @@ class Config(Checked):
     enforce_eager: bool = False
     enable_kernels: bool = True
     attention_backend: Literal["auto", "flash_attn", "triton", "cpp", "torch"] = "auto"
+    model_impl: Literal["auto", "nanovllm", "transformers"] = "auto"
     load_format: Literal["auto", "dummy"] = "auto"
     quantization: Literal["int8", "int4"] | None = checked(None, check_choice, QUANTIZATIONS)
     seed: int = checked(0, check_int, 0, 2**64 - 1)

@@ -50,7 +50,7 @@ class TensorFiles:
             for stored_name in self._files[path].keys():
                 if listed is not None and stored_name not in listed:
                     continue
-                name = _normalize(stored_name)
+                name = normalize(stored_name)
                 if name in self._stored:
                     raise ValueError(
                         f"{path}: {stored_name} repeats {self.locate(name)}: remove one of them"
@@ -113,7 +113,7 @@ def open_weights(directory: Path, load_format: str) -> TensorFiles | None:
     return None if load_format == "dummy" else TensorFiles(directory)
 
 
-def _normalize(stored_name: str) -> str:
+def normalize(stored_name: str) -> str:
     """Return the name that a tensor has in a model for text with a head.
 
     A model that was saved without its head has names without the prefix "model.". The text part of

@@ -68,6 +68,7 @@ class LLMEngine:
             num_ranks=config.tensor_parallel_size,
             quantization=config.quantization,
             max_model_len=config.max_model_len,
+            model_impl=config.model_impl,
         )
         check_served(config.needs + spec.needs, features)
         self.tokenizer = checkpoint.tokenizer

@@ -135,21 +135,31 @@ def read_spec(
     num_ranks: int,
     quantization: str | None = None,
     max_model_len: int | None = None,
+    model_impl: str = "auto",
 ) -> ModelSpec:
-    """Convert a config from `read_config`. `quantization` and `max_model_len` are options.
+    """Convert a config from `read_config`. The last three are options of the engine.
 
     Raises ValueError if the model is not supported, or cannot be sharded over `num_ranks`.
     """
     path = Path(config.name_or_path or "", "config.json")
     with naming(path, Exception):  # an invalid value can raise anything
         name = next(iter(config.architectures or ()), None)
-        family = ARCHITECTURES[check_choice("architectures[0]", name, tuple(ARCHITECTURES))]
         check_choice("dtype", str(dtype).removeprefix("torch."), DTYPES)
+        quantized = read_quantization(config, quantization)
+        if model_impl == "transformers" or (model_impl == "auto" and name not in ARCHITECTURES):
+            from nanovllm.models.any_decoder import read_any_spec  # takes a second to import
+
+            with naming(f"transformers' {name} cannot be served", Exception):
+                return read_any_spec(config, dtype, quantized, max_model_len)
+        if name not in ARCHITECTURES:
+            raise ValueError(
+                f"model_impl='nanovllm' has no class for {name}: use model_impl='transformers'"
+            )
+        family = ARCHITECTURES[name]
         check_supported(vars(config), **family.supported)
         names = {**NAMES, **family.names}
         read = {**_read_fields(config, family.spec, names), **family.fixed}
         computed = family.compute(config, {**read, "max_model_len": max_model_len})
-        quantized = read_quantization(config, quantization)
         spec = family.spec(**{**read, **computed, "dtype": dtype, "quantization": quantized})
         _check_ranks(spec, names, num_ranks)
         return spec

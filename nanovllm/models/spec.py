@@ -4,6 +4,7 @@ Each structure of models has a subclass of ModelSpec in the file of its layers, 
 fills it from config.json.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import cast
 
@@ -14,6 +15,7 @@ from nanovllm.batch.batch import Batch
 from nanovllm.checkpoints.quantization import NOT_QUANTIZED, Quantization
 from nanovllm.layers.attention import AttentionShape, Backend
 from nanovllm.layers.embedding import Embedding
+from nanovllm.layers.linear import Target
 from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
 
 
@@ -28,6 +30,13 @@ class CausalLM(nn.Module):
     def forward(self, batch: Batch, kv_caches: list[Tensor]) -> Tensor:
         """Compute hidden states [num_logits, hidden_size]. A CUDA graph ends here."""
         return self.model(batch, kv_caches)
+
+    def check_loaded(self) -> None:
+        """Raise ValueError if the model cannot be served with its weights."""
+
+    def name_targets(self, own: dict[str, list[Target]]) -> Iterable[tuple[str, list[Target]]]:
+        """Map the names of checkpoint tensors to where they go, given by the model's own names."""
+        return own.items()
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Compute logits [num_logits, vocab_size]."""

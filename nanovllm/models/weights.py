@@ -59,7 +59,7 @@ def count_bytes(model: nn.Module) -> int:
 
 
 @torch.no_grad()
-def load_checkpoint(model: nn.Module, files: TensorFiles, format: Format | None = None) -> None:
+def load_checkpoint(model: CausalLM, files: TensorFiles, format: Format | None = None) -> None:
     """Copy the tensors of a checkpoint into `model`. `format` is that of its quantized weights.
 
     Raises ValueError if the two do not match or a file is damaged.
@@ -119,7 +119,7 @@ def _find_unexpected(files: TensorFiles, format: Format | None) -> list[str]:
 
 
 @torch.no_grad()
-def init_dummy_weights(model: nn.Module, seed: int) -> None:
+def init_dummy_weights(model: CausalLM, seed: int) -> None:
     """Fill matrices with normal numbers of standard deviation 0.02, norms with 1, the rest with 0.
 
     The weights are identical on any number of ranks.
@@ -136,7 +136,7 @@ def init_dummy_weights(model: nn.Module, seed: int) -> None:
             target.destination.copy_(full[target.shard])
 
 
-def _find_targets(model: nn.Module) -> dict[str, list[Target]]:
+def _find_targets(model: CausalLM) -> dict[str, list[Target]]:
     """Map the names of checkpoint tensors to where they go, or where their parts go.
 
     A layer without `targets` receives its parameters whole, by their own names.
@@ -149,4 +149,4 @@ def _find_targets(model: nn.Module) -> dict[str, list[Target]]:
         else:
             for key, parameter in module.named_parameters(name, recurse=False):
                 targets[key].append(Target(parameter))
-    return targets
+    return dict(model.name_targets(targets))

@@ -104,6 +104,7 @@ class Worker:
                 weights.init_dummy_weights(model, self.config.seed)
             else:
                 weights.load_checkpoint(model, files, self.spec.quantization.format)
+            model.check_loaded()
         return model
 
     def execute(self, batch: Batch) -> Tensor:

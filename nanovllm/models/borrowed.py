@@ -1,0 +1,143 @@
+"""What this engine uses of transformers' modeling code, all in one place.
+
+It makes a family's own model, runs its decoder and its head, and finds out which stored tensor
+becomes which rows of which parameter. Some of these functions are undocumented. They were checked
+with transformers 5.22 to 5.24, and tests/models/test_any_decoder.py notices when one has changed.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+
+try:
+    from transformers.core_model_loading import revert_weight_conversion
+except ImportError as error:
+    raise ImportError(
+        "model_impl='transformers' was checked with transformers 5.22 to 5.24, and"
+        f" {transformers.__version__} is installed: {error}"
+    ) from error
+
+
+def make_model(config: PretrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+    """Make the family's own model on `meta`, with buffers such as RoPE's frequencies on the CPU.
+
+    `attention` is the name of a registered attention function.
+    """
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config,
+            dtype=dtype,
+            attn_implementation=attention,
+            experts_implementation="batched_mm",  # which runs on `meta`
+        )
+    for module in model.modules():
+        buffers = {name: each for name, each in module.named_buffers(recurse=False)}
+        for name, buffer in buffers.items():
+            module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+        if buffers:  # as from_pretrained does, because no checkpoint has them
+            with torch.device("cpu"):
+                model._init_weights(module)
+    return model.eval()
+
+
+def fix_rope(model: nn.Module, max_model_len: int) -> None:
+    """Let frequencies be those of a context of `max_model_len` in every step.
+
+    Otherwise those of "dynamic" and "longrope" would depend on the longest position of a step.
+    """
+    last = torch.tensor([[max_model_len - 1]], device="cpu")
+    for module in model.modules():
+        rope_type: Any = getattr(module, "rope_type", None)
+        if isinstance(rope_type, dict):  # by the type of layer
+            for layer_type in rope_type:
+                module(last.float(), last, layer_type)
+            module.rope_type = dict.fromkeys(rope_type, "default")  # type: ignore[assignment]
+        elif isinstance(rope_type, str):
+            module(last.float(), last)
+            module.rope_type = "default"  # type: ignore[assignment]
+
+
+def run_decoder(decoder: nn.Module, ids: Tensor, positions: Tensor, **options: Any) -> Any:
+    """Run a decoder over ids and positions [1, num_tokens].
+
+    Attention functions receive `options` as keyword arguments. The output has the
+    `last_hidden_state` [1, num_tokens, hidden_size].
+    """
+    return decoder(
+        input_ids=ids, position_ids=positions, use_cache=False, return_dict=True, **options
+    )
+
+
+class Given(nn.Module):
+    """Takes the place of the decoder in the family's class, of which only the head is left."""
+
+    def __init__(self, output_class: type) -> None:
+        super().__init__()
+        self.output_class = output_class
+
+    def forward(self, *ids: None, inputs_embeds: Tensor, **options: Any) -> Any:
+        return self.output_class(last_hidden_state=inputs_embeds)
+
+
+def take_decoder(model: PreTrainedModel, output_class: type) -> tuple[nn.Module, str]:
+    """Take the decoder out of a model. Return it, and its name."""
+    decoder = model.get_decoder()
+    (name,) = [name for name, module in model.named_modules() if module is decoder]
+    parent, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(parent), attribute, Given(output_class))
+    return decoder, name
+
+
+def run_head(model: PreTrainedModel, hidden: Tensor) -> Tensor:
+    """Compute the logits of rows [num_rows, hidden_size] by a model without its decoder."""
+    return model(inputs_embeds=hidden[None], use_cache=False).logits[0]
+
+
+class StoredRows(NamedTuple):
+    """Where a stored tensor goes: rows of a parameter, or all of it."""
+
+    parameter: str
+    first: int = 0
+    num_rows: int = 0  # 0: the whole parameter
+
+
+def find_stored_rows(model: PreTrainedModel) -> Iterator[tuple[str, StoredRows]]:
+    """Yield the names of a checkpoint's tensors, and where they go.
+
+    transformers merges some tensors while it loads them, such as the matrices of experts. Which
+    rows a stored tensor becomes is found by the conversion that transformers applies when it saves
+    a model, here to tensors that consist of row numbers. Tied parameters are stored once.
+    """
+    numbers: dict[str, Tensor] = {}
+    starts: list[int] = []  # of the parameters, in the order of `numbers`
+    end = 0
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        shape = (*tensor.shape[:-1], 1) if tensor.dim() > 1 else tensor.shape
+        starts.append(end)
+        end += torch.Size(shape).numel()
+        numbers[name] = torch.arange(starts[-1], end, device="cpu").reshape(shape)
+    names = list(numbers)
+    for stored_name, rows in revert_weight_conversion(model, dict(numbers)).items():
+        flat = rows.flatten()
+        if len(flat) == 0:
+            continue
+        first = int(flat[0])
+        if not torch.equal(flat, torch.arange(first, first + len(flat))):
+            raise ValueError(f"transformers permutes the rows of {stored_name}")
+        index = bisect_right(starts, first) - 1
+        is_whole = rows.shape == numbers[names[index]].shape
+        num_rows = 0 if is_whole else len(flat)
+        yield stored_name, StoredRows(names[index], first - starts[index], num_rows)
