@@ -27,18 +27,10 @@ except ImportError as error:
     ) from error
 
 
-def make_model(config: PretrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
-    """Make the family's own model on `meta`, with buffers such as RoPE's frequencies on the CPU.
-
-    `attention` is the name of a registered attention function.
-    """
+def make_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Make the family's own model on `meta`, with buffers such as RoPE's frequencies on the CPU."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            config,
-            dtype=dtype,
-            attn_implementation=attention,
-            experts_implementation="batched_mm",  # which runs on `meta`
-        )
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     for module in model.modules():
         buffers = {name: each for name, each in module.named_buffers(recurse=False)}
         for name, buffer in buffers.items():
@@ -47,6 +39,17 @@ def make_model(config: PretrainedConfig, dtype: torch.dtype, attention: str) -> 
             with torch.device("cpu"):
                 model._init_weights(module)
     return model.eval()
+
+
+def set_functions(model: PreTrainedModel, attention: str, experts: str) -> None:
+    """Choose the attention function of a model, by its registered name, and that of experts.
+
+    "batched_mm" computes each token by itself, also on `meta`, but copies the weights of its
+    experts. "eager" computes all tokens of an expert together.
+    """
+    model.set_attn_implementation(attention)
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation(experts)
 
 
 def fix_rope(model: nn.Module, max_model_len: int) -> None:

@@ -1,0 +1,139 @@
+"""Decoders of transformers without a line for their family."""
+
+import pytest
+import torch
+from conftest import Oracle, check_invariants, generate_ids, greedy, make_checkpoint, random_prompt
+from families import LONGROPE
+from transformers import (
+    BloomConfig,
+    CohereConfig,
+    DeepseekV3Config,
+    Ernie4_5Config,
+    FalconH1Config,
+    Gemma2Config,
+    GPTNeoXConfig,
+    GptOssConfig,
+    JambaConfig,
+    Llama4TextConfig,
+    MambaConfig,
+    MixtralConfig,
+    NemotronConfig,
+    OPTConfig,
+    Phi3Config,
+    Qwen3Config,
+    StableLmConfig,
+    Starcoder2Config,
+)
+from transformers.models.qwen3 import modeling_qwen3
+
+from nanovllm import LLM
+
+POOL = {"num_kvcache_blocks": 40, "kvcache_block_size": 4}
+# Decoders that differ in kind: in norms, MLPs, biases, positions, RoPE, experts, windows, names.
+SERVED = {
+    "cohere": (CohereConfig, {"logit_scale": 0.5}),
+    "ernie4_5": (Ernie4_5Config, {}),
+    "gpt_neox": (GPTNeoXConfig, {"intermediate_size": 64}),
+    "mixtral": (MixtralConfig, {"num_local_experts": 4}),
+    "nemotron": (NemotronConfig, {}),
+    "opt": (OPTConfig, {"ffn_dim": 40}),
+    "phi3-longrope": (Phi3Config, {"original_max_position_embeddings": 64}),
+    "stablelm": (StableLmConfig, {}),
+    "starcoder2-window": (Starcoder2Config, {"sliding_window": 8}),
+}
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_tokens_match_transformers(tmp_path, name):
+    """Cold and from a warm cache, in chunks and after preemptions."""
+    family, changes = SERVED[name]
+    oracle = Oracle(make_checkpoint(tmp_path, family=family, **changes))
+    prompts = [random_prompt(length, length) for length in (1, 4, 5, 33, 70)]
+    prompts.append(prompts[-1][:50] + random_prompt(0, 10))
+    expected = [oracle(prompt, 12) for prompt in prompts]
+    options = {**POOL, "max_num_batched_tokens": 24, "model_impl": "transformers"}
+    with torch.device("meta"), LLM(tmp_path, **options) as llm:
+        for _ in range(2):
+            assert generate_ids(llm, prompts, greedy(12)) == expected
+            check_invariants(llm)
+        assert llm.stats["num_preemptions"] > 0
+        assert llm.stats["num_cached_tokens"] > 0
+
+
+REJECTED = {
+    "its attention cannot be replaced": (BloomConfig, {}),
+    "softcap is not supported": (Gemma2Config, {}),
+    "s_aux is not supported": (GptOssConfig, {}),
+    "recurrent states": (MambaConfig, {}),
+}
+
+
+@pytest.mark.parametrize("reason", REJECTED)
+def test_rejected_with_the_reason(tmp_path, reason):
+    family, changes = REJECTED[reason]
+    make_checkpoint(tmp_path, family=family, **changes)
+    with pytest.raises(ValueError, match=reason):
+        LLM(tmp_path, **POOL)
+
+
+# --- Models that mix tokens in another way than by attention
+
+
+def shift(x, distance):
+    return x + torch.nn.functional.pad(x, (0, 0, distance, 0))[:, : x.shape[1]]
+
+
+MIXTURES = {
+    "convolution": lambda x: shift(x, 1),
+    "convolution at distance 9": lambda x: shift(x, 9),
+    "from later tokens": lambda x: shift(x.flip(1), 1).flip(1),
+    "mean over the call": lambda x: x + x.mean(1, keepdim=True),
+    "number of tokens": lambda x: x * x.shape[1],
+    "experts with a capacity": lambda x: x * ((x[..., :1] > 0).cumsum(1) < 9),
+}
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_mixed_tokens_are_rejected(tmp_path, monkeypatch, kind):
+    make_checkpoint(tmp_path)
+    norm = modeling_qwen3.Qwen3MLP.forward
+    monkeypatch.setattr(
+        modeling_qwen3.Qwen3MLP, "forward", lambda self, x: norm(self, MIXTURES[kind](x))
+    )
+    with pytest.raises(ValueError, match="Qwen3ForCausalLM of transformers mixes tokens"):
+        LLM(tmp_path, model_impl="transformers", **POOL)
+
+
+def test_rope_by_the_longest_position_is_rejected(tmp_path, monkeypatch):
+    make_checkpoint(tmp_path)
+    rotate = modeling_qwen3.Qwen3RotaryEmbedding.forward
+    monkeypatch.setattr(
+        modeling_qwen3.Qwen3RotaryEmbedding,
+        "forward",
+        lambda self, x, positions: rotate(self, x, positions * positions.max()),
+    )
+    # Attention alone sees it, so values must depend on it, too.
+    with pytest.raises(ValueError, match="mixes tokens"):
+        LLM(tmp_path, model_impl="transformers", **POOL)
+
+
+def test_a_mask_by_head_is_rejected(tmp_path, monkeypatch):
+    make_checkpoint(tmp_path)
+    create = modeling_qwen3.create_causal_mask
+
+    def only_even_heads(sequence, head, query, key):
+        return (key <= query) & (head % 2 == 0)
+
+    monkeypatch.setattr(
+        modeling_qwen3,
+        "create_causal_mask",
+        lambda **given: create(**given, and_mask_function=only_even_heads),
+    )
+    with pytest.raises(ValueError, match="neither causal nor a sliding window"):
+        LLM(tmp_path, model_impl="transformers", **POOL)
+
+
+def test_an_own_class_is_required_by_name(tmp_path):
+    make_checkpoint(tmp_path, family=StableLmConfig)
+    with pytest.raises(ValueError, match="no class for StableLm.*model_impl='transformers'"):
+        LLM(tmp_path, model_impl="nanovllm", **POOL)
