@@ -13,7 +13,7 @@ Nothing is known of a family, all of it is found out. What a layer attends to is
 runs once on the device `meta`, with functions that record the calls of attention and evaluate the
 masks. An argument that would change the result, and that no backend takes, is an error. Layers that
 compute the same as one of layers/ are replaced by it (recognized_layers.py). After loading, the
-model runs again while every token attends to itself. A token that changes with the others shows
+model runs again while no token attends to another one. A token that changes with the others shows
 that the family mixes tokens elsewhere, such as in a convolution. It cannot be served then.
 """
 
@@ -95,7 +95,7 @@ def observe(
     observed_shapes: dict[nn.Module, AttentionShape] | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Record what a layer attends to. Each token attends to itself."""
+    """Record what a layer attends to. The result of a token depends on its own Q, K and V only."""
     if observed_shapes is None:
         raise ValueError("a layer does not pass keyword arguments on to attention")
     unknown = {name for name, given in options.items() if given is not None} - HARMLESS
@@ -117,7 +117,8 @@ def observe(
         scale=float(options.get("scaling") or head_dim**-0.5),
         window=attention_mask.window,
     )
-    return value.repeat_interleave(num_heads // num_kv_heads, dim=1).transpose(1, 2), None
+    own = query + (key + value).repeat_interleave(num_heads // num_kv_heads, dim=1)
+    return own.transpose(1, 2), None
 
 
 def observe_mask(
@@ -180,9 +181,9 @@ class AnyDecoder(CausalLM):
     def check_loaded(self) -> None:
         """Raise ValueError if tokens reach others in another way than by attention.
 
-        Each token attends to itself here, so a token must keep its hidden state to the last bit
-        when all others get other ids and positions. If there are fewer others, only sums may be
-        rounded differently.
+        No token attends to another one here. A token must therefore keep its hidden state to the
+        last bit when all others get other ids and positions. In another order, and beside fewer
+        others, only its rounding may change.
         """
         generator = torch.Generator().manual_seed(0)
 
@@ -203,7 +204,7 @@ class AnyDecoder(CausalLM):
             )
             is_independent &= torch.equal(changed[kept], hidden[kept])
         half = NUM_TESTED // 2
-        fewer = self._run_alone(ids[:half], positions[:half])
+        fewer = self._run_alone(ids[:half].flip(0), positions[:half].flip(0)).flip(0)
         change = (fewer - hidden[:half]).norm() / hidden[:half].norm()
         borrowed.set_functions(self.head, PAGED, experts="eager")
         if not is_independent or change > MAX_ROUNDING:
@@ -214,7 +215,7 @@ class AnyDecoder(CausalLM):
             )
 
     def _run_alone(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """Compute hidden states while each token attends to itself."""
+        """Compute hidden states while no token attends to another one."""
         device = next(self.parameters()).device
         ids, positions = [each.to(device) for each in (ids, positions)]
         output = borrowed.run_decoder(
