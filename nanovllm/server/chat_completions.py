@@ -11,8 +11,8 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.engine.input_processor import PreparedPrompt
 from nanovllm.engine.outputs import FinishReason
 from nanovllm.features.structured_outputs.grammar_writer import allow_reasoning
-from nanovllm.server.constraints import ReplyConstraint, ToolChoice, choose_constraint, choose_tools
-from nanovllm.server.errors import JsonObject, blaming
+from nanovllm.server.constraints import ToolChoice, choose_constraint, choose_tools
+from nanovllm.server.errors import JsonObject
 from nanovllm.server.message_parser import MessageParser
 from nanovllm.server.parameters import (
     CHAT,
@@ -32,27 +32,20 @@ NUM_TAG_TOKENS = 24  # tokens at the end of a prompt that may be a tag and space
 
 
 def parse_chat(model: str, parses_reasoning: bool, body: JsonObject, llm: LLM) -> Generation:
-    """Return what a request generates, checked. `model` is its name in the reply.
-
-    Raises ApiError, mostly with the engine's message.
-    """
+    """Return what a request generates, checked. `model` is its name in the reply."""
     given = select(body, CHAT)
-    with blaming(given):
-        stream = read_stream_options(given)
-        includes_reasoning = check_bool("include_reasoning", given.get("include_reasoning", True))
-        num_top = check_int("top_logprobs", given.get("top_logprobs", 0), 0, MAX_LOGPROBS)
-        tools = choose_tools(given)
-        constraint = choose_constraint(given, tools)
-        params = _read_params(given, llm, constraint, num_top)
-    with blaming(given, "messages"):
-        # A grammar alone can make the model write a call, whatever its template shows.
-        shows_tools = not tools.required or uses_tools(llm.tokenizer)
-        prompt = encode_chat(given, tools.tools if shows_tools else [], llm)
+    stream = read_stream_options(given)
+    includes_reasoning = check_bool("include_reasoning", given.get("include_reasoning", True))
+    num_top = check_int("top_logprobs", given.get("top_logprobs", 0), 0, MAX_LOGPROBS)
+    tools = choose_tools(given)
+    params = _read_params(given, llm, choose_constraint(given, tools), num_top)
+    # A grammar alone can make the model write a call, whatever its template shows.
+    shows_tools = not tools.required or uses_tools(llm.tokenizer)
+    prompt = encode_chat(given, tools.tools if shows_tools else [], llm)
     last_tag = find_last_tag(given, prompt, llm.vocabulary)
-    with blaming(given, "messages", constraint.source):
-        if parses_reasoning and last_tag != END_THINK:
-            params = _constrain_after_reasoning(params, llm, is_open=last_tag == THINK)
-        prompts = llm.prepare_prompts([prompt], params)
+    if parses_reasoning and last_tag != END_THINK:
+        params = _constrain_after_reasoning(params, llm, is_open=last_tag == THINK)
+    prompts = llm.prepare_prompts([prompt], params)
     reply = ChatReply(
         model,
         stream,
@@ -81,9 +74,7 @@ def find_last_tag(given: JsonObject, prompt: list[int], vocabulary: Vocabulary) 
     return tags[-1] if tags else ""
 
 
-def _read_params(
-    given: JsonObject, llm: LLM, constraint: ReplyConstraint, num_top: int
-) -> SamplingParams:
+def _read_params(given: JsonObject, llm: LLM, constraint: Any, num_top: int) -> SamplingParams:
     max_tokens: Any = given.get("max_tokens", llm.max_model_len)
     if "max_completion_tokens" in given:
         max_tokens = check_int("max_completion_tokens", given["max_completion_tokens"], 1)
@@ -95,7 +86,7 @@ def _read_params(
         given,
         llm,
         num_prompts=1,
-        structured_outputs=constraint.outputs,
+        structured_outputs=constraint,
         max_tokens=max_tokens,
         logprobs=num_top if has_logprobs else None,
     )

@@ -25,7 +25,7 @@ from nanovllm.server.bodies import Bodies, until_disconnect
 from nanovllm.server.chat_completions import parse_chat
 from nanovllm.server.completions import parse_completion
 from nanovllm.server.engine_thread import EngineThread, Outputs
-from nanovllm.server.errors import ApiError, JsonObject, handle_error, respond
+from nanovllm.server.errors import ApiError, JsonObject, blaming, handle_error, respond
 from nanovllm.server.metrics import Metrics
 from nanovllm.server.middleware import Middleware
 from nanovllm.server.replies import END, Generation, write_event
@@ -33,7 +33,8 @@ from nanovllm.server.tokenization import detokenize, tokenize
 from nanovllm.utils.checks import show
 
 # What an endpoint makes of the JSON of a request: the reply, or what the engine must generate for
-# it. It is called in a thread, because tokenizing a long prompt would delay other requests.
+# it. It is called in a thread, because tokenizing a long prompt would delay other requests. For
+# invalid parameters it raises ValueError or TypeError.
 Endpoint = Callable[[JsonObject, LLM], JsonObject | Generation]
 
 WELCOME = """nanovllm serves OpenAI's API under /v1. To watch an engine step by step, start
@@ -87,7 +88,8 @@ class Api:
 
         def parse(body: JsonObject) -> JsonObject | Generation:
             self._check_model(body.get("model"))
-            return endpoint(body, self.engine.llm)
+            with blaming(body):
+                return endpoint(body, self.engine.llm)
 
         async def respond_to(request: Request) -> Response:
             self._authorize(request)

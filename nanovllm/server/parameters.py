@@ -14,9 +14,9 @@ from dataclasses import fields, replace
 from typing import Any
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.server.errors import ApiError, JsonObject, blaming
+from nanovllm.server.errors import ApiError, JsonObject
 from nanovllm.server.replies import StreamOptions
-from nanovllm.utils.checks import check_bool, check_int, check_type, invalid, show
+from nanovllm.utils.checks import check_bool, check_type, invalid, show
 
 MAX_SAMPLES = 4096  # prompts times n of one request
 MAX_LOGPROBS = 20  # OpenAI's limit
@@ -111,6 +111,8 @@ def read_params(given: JsonObject, llm: LLM, num_prompts: int, **options: Any) -
         del options["seed"]
     params = replace(llm.get_default_sampling_params(), **options)
     # Before a grammar is compiled, because its limits grow with the number of samples.
-    with blaming(given, "n" if "n" in given else "prompt"):
-        check_int("the number of prompts times n", params.n * num_prompts, 1, MAX_SAMPLES)
+    num_samples = params.n * num_prompts
+    if num_samples > MAX_SAMPLES:
+        problem = f"the number of prompts times n must be at most {MAX_SAMPLES}, not {num_samples}"
+        raise ApiError(problem, "n" if "n" in given else "prompt")
     return params

@@ -25,7 +25,7 @@ from nanovllm.engine.scheduler import POLICIES
 from nanovllm.features.speculation.costs import StepCosts
 from nanovllm.features.speculation.drafts import Drafts
 from nanovllm.server.engine_thread import EngineThread, Stream
-from nanovllm.server.errors import JsonObject, blaming
+from nanovllm.server.errors import JsonObject
 from nanovllm.server.openai_api import Endpoint
 from nanovllm.trace.page import list_fields, read_template
 from nanovllm.trace.recorder import Recorder
@@ -251,8 +251,7 @@ class Playground(EngineThread):
     # In a thread that reads a body.
 
     def take(self, command: Callable[[JsonObject], Any], body: JsonObject, llm: LLM) -> JsonObject:
-        with blaming(body):
-            reply = command(body)
+        reply = command(body)
         self.announce()
         return reply or {}
 

@@ -5,10 +5,11 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
-from server_helpers import parse_body
+from server_helpers import call_endpoint, parse_body
 
 from nanovllm import SamplingParams
 from nanovllm.features.structured_outputs.grammars import StructuredOutputs
+from nanovllm.server.chat_completions import parse_chat
 from nanovllm.server.errors import ApiError
 from nanovllm.server.parameters import CHAT, COMPLETION, FALSE, IGNORED, NEUTRAL
 from nanovllm.server.tokenization import detokenize, tokenize
@@ -135,14 +136,14 @@ def test_the_package_for_constraints_is_named_if_it_is_missing(llm, monkeypatch)
 )
 def test_what_cannot_be_tokenized_is_named(llm, endpoint, body, param):
     with pytest.raises(ApiError) as caught:
-        endpoint(body, llm)
+        call_endpoint(endpoint, body, llm)
     assert caught.value.param == param
 
 
 def test_an_error_of_the_tokenizer_is_an_error_of_the_tokens(llm, monkeypatch):
     monkeypatch.setattr(llm, "tokenizer", SimpleNamespace(decode=lambda *_, **__: 1 // 0))
     with pytest.raises(ApiError, match="cannot decode") as caught:
-        detokenize({"tokens": [1]}, llm)
+        call_endpoint(detokenize, {"tokens": [1]}, llm)
     assert caught.value.param == "tokens"
 
 
@@ -154,9 +155,9 @@ def test_a_lone_surrogate_is_an_error_of_the_client(llm, monkeypatch, name):
     message = {"role": "user", "content": text}
     values = {"messages": [message], "chat_template_kwargs": {"text": text}}
     body = {**VALID[True], name: values[name]}
-    for parse in (partial(parse_body, is_chat=True), lambda llm, body: tokenize(body, llm)):
+    for endpoint in (partial(parse_chat, "model", False), tokenize):
         with pytest.raises(ApiError, match="surrogates not allowed"):
-            parse(llm, body)
+            call_endpoint(endpoint, body, llm)
 
 
 # What LangChain, SillyTavern, litellm and vLLM's client send beside the documented values.
@@ -173,13 +174,13 @@ NEUTRAL_VALUES = {
 }
 
 
-@pytest.mark.parametrize("endpoint", [partial(parse_body, is_chat=True), tokenize])
+@pytest.mark.parametrize("endpoint", [partial(parse_chat, "model", False), tokenize])
 def test_thinking_can_be_chosen_as_in_qwens_own_programs(llm, monkeypatch, endpoint):
     """At the top level of a body, or as a variable of the template."""
     monkeypatch.setattr(llm.tokenizer, "chat_template", "{{ enable_thinking }}")
 
     def render(**body):
-        result = endpoint(body={**VALID[True], **body}, llm=llm)
+        result = call_endpoint(endpoint, {**VALID[True], **body}, llm)
         ids = result["tokens"] if endpoint is tokenize else result.prompts[0].token_ids
         return llm.tokenizer.decode(ids)
 
