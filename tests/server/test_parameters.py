@@ -11,7 +11,7 @@ from nanovllm import SamplingParams
 from nanovllm.features.structured_outputs.grammars import StructuredOutputs
 from nanovllm.server.chat_completions import parse_chat
 from nanovllm.server.errors import ApiError
-from nanovllm.server.parameters import CHAT, COMPLETION, FALSE, IGNORED, NEUTRAL
+from nanovllm.server.parameters import CHAT, COMPLETION, IGNORED, NEUTRAL
 from nanovllm.server.tokenization import detokenize, tokenize
 
 QUESTION = [{"role": "user", "content": "What is 12 + 30?"}]
@@ -19,6 +19,8 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "
 OTHER = {"type": "function", "function": {"name": "subtract"}}
 CALL = {"tools": [TOOL], "tool_choice": "required"}
 JSON = {"response_format": {"type": "json_object"}}
+NEUTRAL_PAIRS = [(name, value) for value, names in NEUTRAL for name in names.split()]
+NEUTRAL_NAMES = {name for name, _ in NEUTRAL_PAIRS}
 VALID = {False: {"prompt": "x"}, True: {"messages": QUESTION}}
 
 
@@ -38,9 +40,10 @@ def reject(llm, body, is_chat=True):
 def test_values_that_say_nothing_change_nothing(llm, is_chat, names):
     expected = parse_body(llm, VALID[is_chat], is_chat)
     accepted = [("unknown", value) for value in (None, "", [], {})]
-    accepted += [(name, 0.0) for name in set(FALSE.split()) - names]
+    neutral = [(name, value) for name, value in NEUTRAL_PAIRS if name not in names]
+    accepted += [(name, 0.0) for name, value in neutral if value is False]
     accepted += [(name, {"any": ["value"]}) for name in IGNORED]
-    accepted += [(name, value) for name in NEUTRAL.keys() - names for value in NEUTRAL[name]]
+    accepted += neutral
     accepted += [(name, None) for name in names - VALID[is_chat].keys()]
     for name, value in accepted:
         assert parse_body(llm, {**VALID[is_chat], name: value}, is_chat) == expected, name
@@ -48,8 +51,8 @@ def test_values_that_say_nothing_change_nothing(llm, is_chat, names):
 
 @pytest.mark.parametrize("is_chat, names", [(True, CHAT), (False, COMPLETION)])
 def test_other_values_are_rejected_by_name(llm, is_chat, names):
-    for name in ["unknown", "max_new_tokens", *NEUTRAL.keys() - names]:
-        for other in ("x", [3], {"x": 1}, 7, *([False, 0] if name not in NEUTRAL else ())):
+    for name in ["unknown", "max_new_tokens", *NEUTRAL_NAMES - names]:
+        for other in ("x", [3], {"x": 1}, 7, *([False, 0] if name not in NEUTRAL_NAMES else ())):
             error = reject(llm, {name: other}, is_chat)
             assert error.param == name
             assert name in error.message
