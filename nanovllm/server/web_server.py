@@ -19,6 +19,7 @@ from nanovllm import DEMO_MODEL, LLM
 from nanovllm.config import Config
 from nanovllm.features.structured_outputs.grammars import compiling
 from nanovllm.server.engine_thread import EngineThread
+from nanovllm.server.live_page import LivePage
 from nanovllm.server.middleware import LOOPBACK
 from nanovllm.server.openai_api import Api
 from nanovllm.server.playground import Playground
@@ -157,7 +158,7 @@ def main() -> None:
         parses_reasoning=args.reasoning_parser is not None,
     )
     if isinstance(engine, Playground):
-        app = api.make_app(engine.routes(api.post), is_local=True)
+        app = api.make_app(LivePage(engine).routes(api.post), is_local=True)
     else:
         app = api.make_app()
     config = uvicorn.Config(
