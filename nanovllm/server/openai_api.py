@@ -72,7 +72,7 @@ class Api:
             self.post("/detokenize", detokenize),
             Route("/v1/models", self.list_models),
             Route("/v1/models/{name:path}", self.show_model),
-            Route("/version", self.show_version),
+            Route("/version", respond({"version": __version__}), methods=["GET"]),
             Route("/ping", self.check_health),
             Route("/health", self.check_health),
             Route("/metrics", self.write_metrics),
@@ -106,6 +106,7 @@ class Api:
         return Route(path, respond_to, methods=["POST"])
 
     async def _serve(self, generation: Generation) -> AsyncIterator[Outputs]:
+        """Yield new outputs. Raises ApiError."""
         async with self.engine.submit(generation.prompts) as stream:
             async for outputs in self.metrics.measure(stream):
                 for output in outputs.values():
@@ -133,9 +134,6 @@ class Api:
         if name not in (None, "", self.model, self.root):
             message = f"the model {show(name)} does not exist: this server has {self.model!r}"
             raise ApiError(message, "model", "model_not_found", status=404)
-
-    async def show_version(self, request: Request) -> Response:
-        return respond({"version": __version__})
 
     async def list_models(self, request: Request) -> Response:
         self._authorize(request)
