@@ -21,7 +21,7 @@ from nanovllm.server.parameters import (
     read_stream_options,
     select,
 )
-from nanovllm.server.replies import Generation, Reply, Written
+from nanovllm.server.replies import Generation, Reply
 from nanovllm.server.token_texts import ChatTexts
 from nanovllm.text.chat_template import Tool, uses_tools
 from nanovllm.text.detokenizer import Detokenizer
@@ -144,9 +144,10 @@ class ChatReply(Reply):
     includes_reasoning: bool
     num_top: int  # candidates beside each token, if log probabilities are requested
 
-    @property
-    def has_tags(self) -> bool:
-        return self.parses_reasoning or len(self.tools.tools) > 0
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.has_tags = self.parses_reasoning or len(self.tools.tools) > 0
+        self.parsers: dict[int, MessageParser] = {}  # of choices, if there are tags
 
     def show_tags(self, prompt: PreparedPrompt) -> PreparedPrompt:
         """Return a prompt whose requests have text with the tags that the parser needs.
@@ -164,27 +165,27 @@ class ChatReply(Reply):
     def make_texts(self, prompt_token_ids: list[int]) -> ChatTexts:
         return ChatTexts(self.vocabulary, prompt_token_ids, self.num_top)
 
-    def write_text(self, written: Written, text: str, reason: FinishReason | None) -> JsonObject:
+    def write_text(self, index: int, text: str, reason: FinishReason | None) -> JsonObject:
         choice: JsonObject = {}
-        tools = self.tools
         delta: JsonObject = {"content": text}
         if self.has_tags:
-            if written.parser is None:
-                written.parser = MessageParser(
-                    self.parses_reasoning, tools.tools, tools.is_parallel, self.last_tag
+            if index not in self.parsers:
+                self.parsers[index] = MessageParser(
+                    self.parses_reasoning, self.tools.tools, self.tools.is_parallel, self.last_tag
                 )
-            delta = written.parser.feed(text, is_last=reason is not None)
-            if tools.required:  # all content is a call that a limit has cut
+            parser = self.parsers[index]
+            delta = parser.feed(text, is_last=reason is not None)
+            if self.tools.required:  # all content is a call that a limit has cut
                 delta.pop("content", None)
             # A call of the function that the request names ends with "stop", as in OpenAI's API.
-            if written.parser.num_calls > 0 and reason == "stop" and not tools.is_named:
+            if parser.num_calls > 0 and reason == "stop" and not self.tools.is_named:
                 choice["finish_reason"] = "tool_calls"
         reasoning = delta.pop("reasoning", "")
-        written.reasoning.append(reasoning)
         if reasoning and self.includes_reasoning:
             delta |= {"reasoning": reasoning, "reasoning_content": reasoning}  # both, as vLLM
         if self.stream.is_stream:
-            choice["delta"] = delta if written.num_tokens else {"role": "assistant", **delta}
+            is_first = self.written[index].num_tokens == 0
+            choice["delta"] = {"role": "assistant", **delta} if is_first else delta
         else:
             for call in delta.get("tool_calls", []):
                 del call["index"]
@@ -196,8 +197,8 @@ class ChatReply(Reply):
         if self.parses_reasoning:
             tokenizer: Any = self.vocabulary.tokenizer
             num_reasoning = 0
-            for index, written in self.written.items():
-                ids = tokenizer.encode("".join(written.reasoning), add_special_tokens=False)
+            for index, parser in self.parsers.items():
+                ids = tokenizer.encode("".join(parser.reasoning), add_special_tokens=False)
                 # The model need not have written the text with the fewest tokens.
                 num_reasoning += min(len(ids), len(self.newest[index]["token_ids"]))
             usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}

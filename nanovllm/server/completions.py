@@ -20,7 +20,7 @@ from nanovllm.server.parameters import (
     read_stream_options,
     select,
 )
-from nanovllm.server.replies import Generation, Reply, Written
+from nanovllm.server.replies import Generation, Reply
 from nanovllm.server.token_texts import CompletionTexts
 from nanovllm.text.detokenizer import Detokenizer
 from nanovllm.utils.checks import check_bool, check_int, check_type
@@ -84,7 +84,7 @@ class CompletionReply(Reply):
     def make_texts(self, prompt_token_ids: list[int]) -> CompletionTexts:
         return CompletionTexts(self.vocabulary, prompt_token_ids if self.echo is None else [])
 
-    def write_text(self, written: Written, text: str, reason: FinishReason | None) -> JsonObject:
+    def write_text(self, index: int, text: str, reason: FinishReason | None) -> JsonObject:
         return {"text": text}
 
     def write_choice(self, index: int, output: RequestOutput) -> JsonObject:

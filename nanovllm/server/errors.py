@@ -17,7 +17,7 @@ from nanovllm.text.prompt_encoder import PromptTooLong
 JsonObject = dict[str, Any]
 
 MAX_MESSAGE = 450  # characters of an error, because a client's input can be part of it
-# Parameters that can be at fault, though an error does not name them. The first that is given is.
+# What a constraint can come from, and what can be a prompt. The first that a body has is at fault.
 CONSTRAINTS = ("structured_outputs", "response_format", "tools")
 PROMPTS = ("messages", "prompt", "tokens")
 
@@ -56,7 +56,7 @@ def blaming(body: JsonObject) -> Iterator[None]:
             param = next(filter(body.get, CONSTRAINTS), param)
             message = message.replace("structured_outputs", param, 1)
         if re.split(r"[.\[]", param)[0] not in (*body, *PROMPTS):
-            param = next(filter(body.get, PROMPTS), None)
+            param = next((name for name in PROMPTS if name in body), None)
         code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
         raise ApiError(message, param, code) from error
 

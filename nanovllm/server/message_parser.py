@@ -44,6 +44,7 @@ class MessageParser:
         self.block: list[str] | None = None  # lexemes after <tool_call>
         self.is_call = False  # the block has begun as a call
         self.delta: JsonObject = {}
+        self.reasoning: list[str] = []  # of the whole reply, in parts
 
     def feed(self, text: str, is_last: bool) -> JsonObject:
         """Return OpenAI's delta for more text. `is_last` if none follows."""
@@ -62,6 +63,7 @@ class MessageParser:
         self.delta = {}
         for section in delta.keys() - {"tool_calls"}:
             delta[section] = "".join(delta[section])
+        self.reasoning.append(delta.get("reasoning", ""))
         return delta
 
     def _read(self, lexeme: str) -> None:

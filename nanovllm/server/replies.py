@@ -5,7 +5,7 @@ completions.py and chat_completions.py have the rest. https://platform.openai.co
 
 import json
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 from uuid import uuid4
 
@@ -13,7 +13,6 @@ from nanovllm.engine.input_processor import PreparedPrompt
 from nanovllm.engine.outputs import FinishReason, RequestOutput
 from nanovllm.server.engine_thread import Outputs
 from nanovllm.server.errors import JsonObject
-from nanovllm.server.message_parser import MessageParser
 from nanovllm.server.token_texts import ChatTexts, CompletionTexts
 from nanovllm.text.vocabulary import Vocabulary
 
@@ -35,8 +34,6 @@ class Written:
     texts: CompletionTexts | ChatTexts | None  # if log probabilities are requested
     num_chars: int = 0
     num_tokens: int = 0
-    parser: MessageParser | None = None  # a chat has one
-    reasoning: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -67,7 +64,7 @@ class Reply:
         """Make the writer of the log probabilities of a choice."""
         raise NotImplementedError
 
-    def write_text(self, written: Written, text: str, reason: FinishReason | None) -> JsonObject:
+    def write_text(self, index: int, text: str, reason: FinishReason | None) -> JsonObject:
         """Return the fields for new text. They can replace the finish reason, which is given."""
         raise NotImplementedError
 
@@ -122,7 +119,7 @@ class Reply:
                 entries[written.num_tokens :],
                 is_last=reason is not None,
             )
-        choice |= self.write_text(written, output["text"][written.num_chars :], reason)
+        choice |= self.write_text(index, output["text"][written.num_chars :], reason)
         written.num_chars = len(output["text"])
         written.num_tokens = len(output["token_ids"])
         return choice

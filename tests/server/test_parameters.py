@@ -62,6 +62,11 @@ def test_other_values_are_rejected_by_name(llm, is_chat, names):
     "is_chat, body, param",
     [
         (False, {"messages": QUESTION}, "messages"),
+        (False, {"prompt": None}, "prompt"),
+        (False, {"prompt": []}, "prompt"),
+        (False, {"prompt": {"x": 1}}, "prompt"),
+        (False, {"prompt": [1.5]}, "prompt"),
+        (True, {"messages": None}, "messages"),
         (False, {"prompt_logprobs": 0}, "prompt_logprobs"),
         (True, {"prompt": "x"}, "prompt"),
         (True, {"stream_options": {"include_usage": True}}, "stream_options"),
