@@ -117,7 +117,7 @@ class EngineThread(threading.Thread):
     # In any thread.
 
     def queue(self, command: Callable[[], None]) -> None:
-        """Run a command between two steps, unless the engine stops before. It must not raise."""
+        """Run a command between two steps, unless the engine stops before. An error stops it."""
         with self._condition:
             self._commands.append(command)
             self._condition.notify()

@@ -116,7 +116,8 @@ def read_params(given: JsonObject, llm: LLM, num_prompts: int, **options: Any) -
     params = replace(llm.get_default_sampling_params(), **options)
     # Before a grammar is compiled, because its limits grow with the number of samples.
     num_samples = params.n * num_prompts
-    if num_samples > MAX_SAMPLES:
-        problem = f"the number of prompts times n must be at most {MAX_SAMPLES}, not {num_samples}"
-        raise ApiError(problem, "n" if "n" in given else "prompt")
+    if not 1 <= num_samples <= MAX_SAMPLES:
+        limits = f"must be at least 1 and at most {MAX_SAMPLES}, not {num_samples}"
+        name = "n" if "n" in given else "prompt"
+        raise ApiError(f"the number of prompts times n {limits}", name)
     return params
