@@ -30,8 +30,7 @@ from internals import (
     ON_GPU,
     SHAPES,
     Sampled,
-    count_decode,
-    count_prefill,
+    count_attention,
     describe_hardware,
     find_sizes,
     measure_peak_rates,
@@ -174,8 +173,8 @@ def run_decodes(llm: LLM, num_seqs: int, measure: Measure) -> None:
     for _ in range(3):
         llm.step()
     context_len = WORKLOAD.context_len + number // 2
-    _, elements = count_decode(SIZES, [context_len] * num_seqs)
-    numbers = SIZES.matrices + SIZES.head + elements
+    _, elements = count_attention(SIZES, [(context_len - 1, context_len)] * num_seqs)
+    numbers = SIZES.dense + SIZES.head + elements
     floor_ms = 1e3 * 2 * numbers / PEAK.bytes_per_second  # of 2 bytes each
     measure(f"decode {num_seqs} x {WORKLOAD.context_len}", llm.step, number, floor_ms)
     if num_seqs == max(WORKLOAD.num_seqs):
@@ -193,7 +192,8 @@ def run_decodes(llm: LLM, num_seqs: int, measure: Measure) -> None:
 
 def run_prefill(llm: LLM, prompt_len: int, measure: Measure) -> None:
     step = partial(add_and_step, llm, prompt_len)
-    flops = 2 * (SIZES.matrices * prompt_len + SIZES.head) + count_prefill(SIZES, prompt_len)
+    flops, _ = count_attention(SIZES, [(0, prompt_len)])
+    flops += 2 * (SIZES.dense * prompt_len + SIZES.head)
     floor_ms = 1e3 * flops / PEAK.flops_per_second
     compare(llm, f"prefill 1 x {prompt_len}", step, NUM_PREFILLS, floor_ms, measure)
 
