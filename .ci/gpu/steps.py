@@ -21,7 +21,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from tempfile import TemporaryDirectory
+from pathlib import Path
 from unittest.mock import patch
 
 import torch
@@ -35,6 +35,7 @@ from internals import (
     find_sizes,
     measure_peak_rates,
     only_decodes_replay_graphs,
+    read_config,
     read_spec,
 )
 from torch.profiler import ProfilerActivity, profile
@@ -61,7 +62,7 @@ NUM_PREFILLS = 10
 NUM_PROFILED_STEPS = 8
 NUM_ABORTED = 4  # decodes that make room for prompts
 HARDWARE = describe_hardware(DEVICE)
-SIZES = find_sizes(read_spec(SHAPES[WORKLOAD.model], torch.bfloat16, 1))
+SIZES = find_sizes(read_spec(read_config(Path(SHAPES[WORKLOAD.model])), torch.bfloat16, 1))
 PEAK = measure_peak_rates(DEVICE, torch.bfloat16)
 random_ids = random.Random(0)
 Step = Callable[[], object]
@@ -70,15 +71,13 @@ Measure = Callable[[str, Step, int, float | None], None]
 
 
 def make_engine() -> LLM:
-    with TemporaryDirectory() as folder:
-        SHAPES[WORKLOAD.model].save_pretrained(folder)
-        return LLM(
-            folder,
-            load_format="dummy",
-            device=DEVICE.type,
-            max_num_seqs=max(WORKLOAD.num_seqs),
-            max_model_len=2048,
-        )
+    return LLM(
+        SHAPES[WORKLOAD.model],
+        load_format="dummy",
+        device=DEVICE.type,
+        max_num_seqs=max(WORKLOAD.num_seqs),
+        max_model_len=2048,
+    )
 
 
 def add(llm: LLM, prompt_len: int, max_tokens: int) -> int:

@@ -222,8 +222,8 @@ def test_roofline_counts_only_the_window_of_a_layer(shared_prefix, peak, seconds
 def test_roofline_does_not_compute_a_cached_prefix():
     """As above, but the shared token is cached.
 
-    Prefill: 2 * 1728 * 4 + 2 * 80 * 2 + 96 * (2 + 3 + 4 + 2) = 15,200 FLOPs, and 2 * (1808 + 24 * 2)
-    bytes.
+    Prefill: 2 * 1728 * 4 + 2 * 80 * 2 + 96 * (2 + 3 + 4 + 2) = 15,200 FLOPs.
+    It reads 2 * (1808 + 24 * 2) bytes.
     """
     spec = read_spec(QWEN3, BFLOAT16, 1)
     count = partial(roofline.compute_roofline_seconds, spec, REQUESTS, 1, 1)
