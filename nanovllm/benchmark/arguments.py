@@ -82,8 +82,9 @@ def make_parser() -> argparse.ArgumentParser:
         help="option of nanovllm's LLM, can be repeated",
     )
     for name in ("dtype", "quantization"):
-        kind = f"{name}={{}}".format
-        add(f"--{name}", dest="set", action="append", type=kind, help=f"--set {name}=...")
+        setting = f"{name}={{}}".format
+        shown = setting(name.upper())
+        add(f"--{name}", type=setting, dest="set", action="append", help=f"short for --set {shown}")
     add(
         "--request-rate",
         type=float,
