@@ -20,7 +20,6 @@ from nanovllm.features.speculation.costs import StepCosts
 from nanovllm.features.speculation.drafts import Drafts
 from nanovllm.server.engine_thread import EngineThread, Stream
 from nanovllm.server.errors import JsonObject
-from nanovllm.trace.page import list_fields
 from nanovllm.trace.recorder import Recorder
 from nanovllm.trace.step import TracedStep
 from nanovllm.utils.checks import check_choice
@@ -68,7 +67,7 @@ class LiveRecorder(Recorder):
         self.steps: list[str] = []
 
     def write(self, step: TracedStep) -> None:
-        self.steps.append(json.dumps(step, default=list_fields))
+        self.steps.append(json.dumps(step, default=vars))
 
 
 class Playground(EngineThread):
@@ -131,8 +130,7 @@ class Playground(EngineThread):
 
     def add(self, stream: Stream) -> None:
         """Queue the requests of a stream, which may have been prepared for another engine."""
-        longest = max(len(prompt.token_ids) for prompt in stream.prompts)
-        if longest >= self.llm.max_model_len:
+        if any(len(prompt.token_ids) >= self.llm.max_model_len for prompt in stream.prompts):
             self.fail([stream], "the engine was replaced by a smaller one: send it again")
         else:
             super().add(stream)
