@@ -76,7 +76,19 @@ if ON_GPU:
     DEFAULTS["device"] = "cpu"
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """With -n, give each process a half of the tests in order, and the rest of the slower one.
+
+    By default processes take turns, so that both start the server and the engine of each file.
+    """
+    if config.option.dist == "load":
+        return importlib.import_module("xdist.scheduler").WorkStealingScheduling(config, log)
+    return None
+
+
 def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.path.name != "test_compiled.py")  # a minute for one test
     for item in items:
         if item.get_closest_marker("gpu") and not ON_GPU:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
