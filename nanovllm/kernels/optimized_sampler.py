@@ -16,8 +16,6 @@ class OptimizedSampler(OptimizedLayer, Sampler):
     without a change in kernels/, and only its own steps are slower.
     """
 
-    replaces = Sampler
-
 
 def has_unknown_fields(group: Filters | Noise) -> bool:
     """Return whether kernels would ignore a field. One that is None has no effect."""

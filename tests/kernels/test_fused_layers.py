@@ -183,7 +183,7 @@ def test_engine_with_triton_kernels_matches_transformers(tmp_path, monkeypatch):
     options = {"kvcache_block_size": 16, "num_kvcache_blocks": 4, "max_num_batched_tokens": 24}
     llm = LLM(str(tmp_path), device=DEVICE.type, attention_backend="triton", **options)
     kinds = {type(layer) for layer in llm.executor.worker.model.modules()}
-    assert kinds >= {layers.FusedLayers, layers.FusedAttention}
+    assert kinds >= {layers.FastDecoderLayers, layers.FastAttention}
     assert not kinds & {Attention, DecoderLayers, RMSNorm, MLP}
     assert type(llm.model_runner.sampler) is layers.triton_sampler.FastSampler
     long = random_prompt(0, 30)

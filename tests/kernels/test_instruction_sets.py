@@ -26,7 +26,7 @@ from torch.testing import assert_close
 from nanovllm.checkpoints.quantization import INT4, INT8
 from nanovllm.kernels.cpu import attention as cpp_backend
 from nanovllm.kernels.cpu import library
-from nanovllm.kernels.cpu.prepacked import Gate, PrepackedWeight
+from nanovllm.kernels.cpu.linear import Gate, PrepackedWeight
 from nanovllm.layers.quantized import QuantizedWeight
 
 pytestmark = needs_compiler

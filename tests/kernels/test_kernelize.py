@@ -26,7 +26,7 @@ from nanovllm.models.decoder import Attention
 def test_fused_attention_needs_the_triton_backend():
     """It stores K/V as that backend does."""
     model = optimize(make_spec(torch.float32).make_model(torch_backend), "triton").model
-    assert type(model.layers) is triton_layers().FusedLayers
+    assert type(model.layers) is triton_layers().FastDecoderLayers
     assert type(model.layers[0].self_attn) is Attention
 
 
