@@ -31,9 +31,9 @@ from nanovllm.benchmark.shapes import SHAPES as SHAPES
 from nanovllm.engine import model_runner
 from nanovllm.engine.model_runner import Sampled as Sampled
 from nanovllm.kernels.bench import TOLERANCES, time_call
+from nanovllm.kernels.cuda import attention as attention
 from nanovllm.kernels.cuda import graphs, linear
-from nanovllm.kernels.cuda import triton_attention as attention
-from nanovllm.kernels.cuda import triton_sampler as fast_sampler
+from nanovllm.kernels.cuda import sampler as fast_sampler
 from nanovllm.kernels.replacement import install
 from nanovllm.kernels.self_tests import BatchShape, compare_with_torch
 from nanovllm.layers import sampler
@@ -259,11 +259,11 @@ def time_start(clock: Callable[[], float]) -> Iterator[dict[str, list[float]]]:
     "MB of graphs" is memory of the driver, beside that of torch.
     """
     parts: dict[str, list[float]] = {"MB of graphs": []}
-    capture_graphs = kernels.capture_graphs
+    make_cuda_graphs = kernels.make_cuda_graphs
 
     def capture_and_measure(*args, **options) -> graphs.CudaGraphs | None:
         before = count_driver_bytes()
-        captured = capture_graphs(*args, **options)
+        captured = make_cuda_graphs(*args, **options)
         parts["MB of graphs"].append((count_driver_bytes() - before) / 1e6)
         return captured
 
@@ -271,12 +271,12 @@ def time_start(clock: Callable[[], float]) -> Iterator[dict[str, list[float]]]:
         "Worker": executor,
         "optimize": startup,
         "profile": startup,
-        "capture_graphs": kernels,
+        "make_cuda_graphs": kernels,
         "run_dummy_step": startup,
         "sample_each_kind": model_runner.ModelRunner,
     }
     with ExitStack() as stack:
-        stack.enter_context(patch.object(kernels, "capture_graphs", capture_and_measure))
+        stack.enter_context(patch.object(kernels, "make_cuda_graphs", capture_and_measure))
         for name, owner in owners.items():
             parts[name] = []
             timed = _timed(getattr(owner, name), clock, parts[name])

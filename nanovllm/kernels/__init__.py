@@ -15,8 +15,8 @@ bench.py              a program that checks and times the attention kernels
 Nothing in here knows sequences, requests or the scheduler. A kernel gets tensors and a Batch.
 """
 
-from nanovllm.kernels.cuda.graphs import capture_graphs
+from nanovllm.kernels.cuda.graphs import make_cuda_graphs
 from nanovllm.kernels.replacement import kernelize, speed_up_loading
 from nanovllm.kernels.select import select_backend
 
-__all__ = ["capture_graphs", "kernelize", "select_backend", "speed_up_loading"]
+__all__ = ["kernelize", "make_cuda_graphs", "select_backend", "speed_up_loading"]

@@ -181,7 +181,7 @@ def allocate_caches(worker: Worker, plan: CachePlan, is_profile: bool = False) -
     num_seqs = worker.config.max_num_seqs if is_profile else plan.num_lanes
     decodes = [1] * min(num_seqs, worker.max_num_batched_tokens)
     kinds = [decodes, [2], [2, 1]]  # also a prompt, and a prompt beside a decode
-    worker.graphs = worker.kernels.capture_graphs(
+    worker.graphs = worker.kernels.make_cuda_graphs(
         make_step(worker),
         worker.model,
         worker.backend,

@@ -44,8 +44,7 @@ from nanovllm.batch.packing import pack, unpack
 from nanovllm.checkpoints.quantization import INT4, INT8
 from nanovllm.engine import model_runner
 from nanovllm.kernels import kernelize, replacement
-from nanovllm.kernels.cuda import graphs, layers, linear
-from nanovllm.kernels.cuda import triton_attention as attention
+from nanovllm.kernels.cuda import attention, graphs, layers, linear
 from nanovllm.layers.linear import ColumnParallelLinear
 from nanovllm.layers.rotary import RopeSpec
 from nanovllm.layers.sampler import Sampler

@@ -237,7 +237,7 @@ def check(list_all, family, language):
     spec = SPECS[family]
     backend = cpp_backend
     if language == "triton":
-        backend = import_module("nanovllm.kernels.cuda.triton_attention")
+        backend = import_module("nanovllm.kernels.cuda.attention")
     model = randomize(spec.make_model(torch_backend))
     unchanged = compute(model, spec, torch_backend)
     ignored = []

@@ -26,14 +26,14 @@ from nanovllm.models.decoder import Attention
 def test_fused_attention_needs_the_triton_backend():
     """It stores K/V as that backend does."""
     model = optimize(make_spec(torch.float32).make_model(torch_backend), "triton").model
-    assert type(model.layers) is triton_layers().FastDecoderLayers
+    assert type(model.layers) is triton_layers().decoder.FastDecoderLayers
     assert type(model.layers[0].self_attn) is Attention
 
 
 @needs_triton
 def test_the_check_at_start_finds_wrong_kernels(monkeypatch):
     """Also those that ignore all but the first tile of a context, or do not combine splits."""
-    backend = import_module("nanovllm.kernels.cuda.triton_attention")
+    backend = import_module("nanovllm.kernels.cuda.attention")
     state = torch.get_rng_state()
     check = partial(check_backend, backend, DEVICE, torch.float16, make_shape(), 16)
     with torch.device("meta"):

@@ -18,7 +18,7 @@ from nanovllm.checkpoints.quantization import INT8
 from nanovllm.kernels import kernelize, replacement
 from nanovllm.kernels.cuda import graphs
 from nanovllm.kernels.optimized_layer import OptimizedLayer
-from nanovllm.kernels.self_tests import Call, check_call, find_failure
+from nanovllm.kernels.self_tests import RecordedCall, catch_failure, check_call
 from nanovllm.layers import attention as torch_backend
 from nanovllm.layers.gated_delta import GatedDeltaRule
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -133,7 +133,7 @@ def test_no_right_layer_is_replaced(
     """In the whole self-test of an engine, but for attention, which has a check of its own."""
     sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
     make_family(tmp_path, name, **sizes, **REAL_MODELS[name])
-    triton_backend = import_module("nanovllm.kernels.cuda.triton_attention")
+    triton_backend = import_module("nanovllm.kernels.cuda.attention")
     monkeypatch.setattr(triton_backend, "attend", torch_backend.attend)  # faster if interpreted
     llm = LLM(
         str(tmp_path), device=DEVICE.type, dtype=dtype, attention_backend="triton",
@@ -186,11 +186,11 @@ def test_errors_are_relative_to_a_change_or_to_what_is_written_again():
     others = torch.full((10**6,), 9.0)
     for before, expected, written, is_right in cases:
         args = [torch.cat((others, part)) for part in (before, expected, written)]
-        call = Call(write(ones, args[2]), (args[0],), ones, (args[1],))
-        failure = find_failure(check_call, call)
+        call = RecordedCall(write(ones, args[2]), (args[0],), ones, (args[1],))
+        failure = catch_failure(check_call, call)
         assert (failure is None) == is_right, (before, expected, written)
-    almost_zeros = Call(write(1e-9 * ones), (), 0 * ones, ())
-    assert find_failure(check_call, almost_zeros)
+    almost_zeros = RecordedCall(write(1e-9 * ones), (), 0 * ones, ())
+    assert catch_failure(check_call, almost_zeros)
 
 
 @pytest.mark.parametrize("wrong", [add_one, fail])

@@ -20,7 +20,7 @@ PREFERRED_BLOCK_SIZE = 16
 SUPPORTS_CUDA_GRAPHS = False
 MAX_DRAFT_LEN = SHORT_QUERY - 1  # a draft follows the newest token
 # FastDecoderLayers attends with these fields, too.
-KNOWN_FIELDS = {name for name, _ in Heads._fields_}
+KNOWN_FIELDS = {field[0] for field in Heads._fields_}
 
 
 def reason_unavailable(

@@ -27,7 +27,7 @@ class Struct(ctypes.Structure):
 
     def __init__(self, source: object = None, **values: Any) -> None:
         super().__init__()
-        names = [name for name, _ in self._fields_]
+        names = [field[0] for field in self._fields_]
         assert set(values) <= set(names)  # ctypes ignores typos
         if source is not None:
             values = {name: getattr(source, name) for name in names if name not in values} | values
