@@ -26,7 +26,7 @@ from torch.nn.modules import module as torch_module
 
 
 class OptimizedLayer(nn.Module):
-    """Mixin for an optimized subclass of a layer, its last base."""
+    """Mixin for an optimized subclass of a layer. The last base is the class that it replaces."""
 
     replaces: ClassVar[type[nn.Module]]  # exactly this class, and no subclass of it
     # The parts that it computes without calling them, as in `has_parts`, with optimized classes.

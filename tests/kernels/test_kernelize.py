@@ -11,15 +11,31 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from conftest import DEVICE, generate_ids, greedy, make_checkpoint, make_shape, random_prompt
-from kernel_helpers import CPU, make_spec, needs_compiler, needs_triton, optimize, triton_layers
+from kernel_helpers import (
+    CPU,
+    all_kernels,
+    make_spec,
+    needs_compiler,
+    needs_triton,
+    optimize,
+    triton_layers,
+)
 
 from nanovllm import SamplingParams
 from nanovllm.kernels import replacement, select, self_tests
+from nanovllm.kernels.cpu import layers as cpu_layers
 from nanovllm.kernels.cpu import library
 from nanovllm.kernels.select import BACKENDS
 from nanovllm.kernels.self_tests import check_backend
 from nanovllm.layers import attention as torch_backend
 from nanovllm.models.decoder import Attention
+
+
+@all_kernels
+def test_an_optimized_layer_is_named_after_the_class_that_it_replaces(language, device):
+    layers = triton_layers() if language == "triton" else cpu_layers
+    for kind in layers.OPTIMIZED_LAYERS:
+        assert kind.__name__ == f"Fast{kind.replaces.__name__}"
 
 
 @needs_triton

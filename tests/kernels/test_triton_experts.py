@@ -11,6 +11,7 @@ from nanovllm.models.moe import Experts
 
 pytestmark = needs_triton
 moe = pytest.importorskip("nanovllm.kernels.cuda.moe")
+decoder = pytest.importorskip("nanovllm.kernels.cuda.decoder")
 # The interpreter multiplies bfloat16 incorrectly.
 DTYPES = [torch.float16] + [torch.bfloat16] * ON_GPU
 TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2}  # of values around 1
@@ -61,7 +62,8 @@ def test_shapes_do_not_depend_on_values(monkeypatch):
     experts = optimize(make_experts(torch.float16), "triton", torch.float16).to("meta")
     experts.bounds = experts.bounds.to("meta")
     grids = []
-    monkeypatch.setattr(moe, "prepare", lambda *_, **__: lambda grid, *_: grids.append(grid))
+    for module in (moe, decoder):
+        monkeypatch.setattr(module, "prepare", lambda *_, **__: lambda grid, *_: grids.append(grid))
     for num_tokens in (1, 32, 33, 100):
         inputs = [each.to("meta") for each in make_inputs(num_tokens, torch.float16)]
         assert experts(*inputs).shape == (num_tokens, 70)

@@ -27,16 +27,20 @@ class Struct(ctypes.Structure):
 
     def __init__(self, source: object = None, **values: Any) -> None:
         super().__init__()
-        names = [field[0] for field in self._fields_]
-        assert set(values) <= set(names)  # ctypes ignores typos
-        if source is not None:
-            values = {name: getattr(source, name) for name in names if name not in values} | values
-        self.kept = values
-        for name, value in values.items():
+        self.kept: list[Tensor] = []
+        for name, *_ in self._fields_:
+            if name in values:
+                value = values.pop(name)
+            elif source is not None:
+                value = getattr(source, name)
+            else:
+                continue
             if isinstance(value, Tensor):
                 assert value.is_contiguous(), name
+                self.kept.append(value)
                 value = value.data_ptr()
             setattr(self, name, value)
+        assert not values, values  # ctypes ignores typos
 
 
 def read_functions(source: str) -> dict[str, list[Any]]:

@@ -5,10 +5,12 @@ from torch import Tensor
 
 from nanovllm.batch.batch import Filters, Noise
 from nanovllm.kernels.cpu.library import load
-from nanovllm.kernels.optimized_sampler import OptimizedSampler, has_unknown_fields
+from nanovllm.kernels.optimized_layer import OptimizedLayer
+from nanovllm.kernels.sampler_fields import has_unknown_fields
+from nanovllm.layers.sampler import Sampler
 
 
-class FastSampler(OptimizedSampler):
+class FastSampler(OptimizedLayer, Sampler):
     """Filters without sorting, like the Triton kernel.
 
     Penalties and filters return float32. The library of the model's dtype reads these logits too.

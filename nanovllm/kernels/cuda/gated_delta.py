@@ -8,11 +8,7 @@ import triton
 from torch import Tensor
 
 from nanovllm.batch.batch import Batch
-from nanovllm.kernels.cuda.gated_delta_kernels import (
-    advance_states_kernel,
-    prepare_chunks_kernel,
-    row_size,
-)
+from nanovllm.kernels.cuda.gated_delta_kernels import advance_states_kernel, prepare_chunks_kernel
 from nanovllm.kernels.cuda.launch import prepare
 from nanovllm.kernels.optimized_layer import OptimizedLayer
 from nanovllm.layers.gated_delta import DeltaInputs, GatedDeltaRule
@@ -34,7 +30,7 @@ class FastGatedDeltaRule(OptimizedLayer, GatedDeltaRule):
         chunk = _CHUNK if is_chunked else 1
         k = max(16, triton.next_power_of_2(self.key_dim))  # as tl.dot takes them
         v = max(16, triton.next_power_of_2(self.value_dim))
-        row = row_size(k, v, chunk)
+        row = 3 * k + v + 4 + chunk  # find_row has the layout of a row
         prepared = states.new_empty(num_tokens, num_heads, row)
         output = gate.new_empty(gate.shape)
         windows = states[:, self.matrices_size :]

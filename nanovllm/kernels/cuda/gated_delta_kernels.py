@@ -16,7 +16,7 @@ and value_dim, rounded up; `advance_states_kernel` needs the decay of a chunk's 
               decayed q  decayed k  w      x      decay         scores
     numbers   K          K          K      V      1, padded: 4  C, with the tokens of the chunk
 
-`find_row` and `row_size` know this layout.
+`find_row` knows this layout.
 
 S stays in registers. It is transposed, because matrix instructions take only their left operand
 from there. A decode is a chunk of one token, so that its products need no matrix instructions.
@@ -27,11 +27,6 @@ import triton.language as tl
 from triton.language import constexpr
 
 from nanovllm.kernels.cuda.attention_kernels import find_tile
-
-
-def row_size(key_size: int, value_size: int, chunk: int) -> int:
-    """Return the numbers in a row of `prepared`."""
-    return 3 * key_size + value_size + 4 + chunk
 
 
 @triton.jit

@@ -92,13 +92,10 @@ class FastLinear(OptimizedLayer):
         if tile is None:
             return multiply(x, weight, bias)
         x = x.contiguous()
-        bits = None
-        group_size = None
-        parts = [weight, None, None]
-        if isinstance(weight, QuantizedWeight):
-            bits = weight.scheme.bits
-            group_size = weight.scheme.group_size
-            parts = [weight.codes, weight.scales, weight.zeros]
+        is_quantized = isinstance(weight, QuantizedWeight)
+        parts = (weight, None, None)
+        if is_quantized:
+            parts = (weight.codes, weight.scales, weight.zeros)
         is_split = tile.programs > 0
         step = _K if is_split else triton.next_power_of_2(in_features)
         launch = prepare(
@@ -106,8 +103,8 @@ class FastLinear(OptimizedLayer):
             (x, bias),
             out_features,
             IN_FEATURES=in_features,
-            BITS=bits,
-            GROUP=group_size,
+            BITS=weight.scheme.bits if is_quantized else None,
+            GROUP=weight.scheme.group_size if is_quantized else None,
             N=tile.outputs,
             M=tile.rows,
             K=step,

@@ -6,14 +6,16 @@ from torch import Tensor
 
 from nanovllm.batch.batch import Filters, Noise
 from nanovllm.kernels.cuda.sampler_kernels import filter_kernel, sample_kernel
-from nanovllm.kernels.optimized_sampler import OptimizedSampler, has_unknown_fields
+from nanovllm.kernels.optimized_layer import OptimizedLayer
+from nanovllm.kernels.sampler_fields import has_unknown_fields
+from nanovllm.layers.sampler import Sampler
 
 # Not tuned on a GPU.
 _BLOCK = 4096  # tokens of the vocabulary that a program holds at a time
 _NUM_WARPS = 8  # of a program that samples
 
 
-class FastSampler(OptimizedSampler):
+class FastSampler(OptimizedLayer, Sampler):
     """The kernels take contiguous logits, because Triton compiles a variant for other strides.
 
     The logits of several ranks can have padding between their rows.
