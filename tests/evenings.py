@@ -237,7 +237,7 @@ EVENINGS = (
             nanovllm.worker.cache_plan:find_budget
             nanovllm.worker.cache_plan:count_lane_bytes
             nanovllm.worker.cache_plan:count_lanes
-            nanovllm.benchmark.roofline:compute_roofline_seconds
+            nanovllm.benchmark.roofline:compute_step_seconds
         """.split(),
         tests=(
             "tests/layers/test_tensor_parallel.py",
