@@ -4,6 +4,7 @@ With a reasoning parser, a constraint holds behind the reasoning, unless the pro
 """
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -22,7 +23,7 @@ from nanovllm.server.parameters import (
     select,
 )
 from nanovllm.server.replies import Generation, Reply, Written
-from nanovllm.server.token_texts import ChatTexts
+from nanovllm.server.token_texts import TokenEntry, write_chat_tokens
 from nanovllm.text.chat_template import Tool, uses_tools
 from nanovllm.text.detokenizer import Detokenizer
 from nanovllm.text.vocabulary import END_THINK, THINK, Vocabulary
@@ -63,7 +64,7 @@ def parse_chat(model: str, parses_reasoning: bool, body: JsonObject, llm: LLM) -
         includes_reasoning=includes_reasoning,
         num_top=num_top,
     )
-    return Generation([reply.show_tags(prompt) for prompt in prompts], reply)
+    return Generation([reply.prepare(prompt) for prompt in prompts], reply)
 
 
 def find_last_tag(given: JsonObject, prompt: list[int], vocabulary: Vocabulary) -> str:
@@ -157,21 +158,18 @@ class ChatReply(Reply):
     def has_tags(self) -> bool:
         return self.parses_reasoning or len(self.tools.tools) > 0
 
-    def show_tags(self, prompt: PreparedPrompt) -> PreparedPrompt:
-        """Return a prompt whose requests have text with the tags that the parser needs.
-
-        Some tokenizers have special tokens for them, which are left out of the text.
-        """
-        tokenizer: Any = self.vocabulary.tokenizer  # without one, there are no chats
-        hidden_ids = self.vocabulary.hidden_ids
-        if not self.has_tags or hidden_ids == self.vocabulary.special_ids:
+    def prepare(self, prompt: PreparedPrompt) -> PreparedPrompt:
+        """Return a prompt whose outputs have what the reply is made of."""
+        prompt = prompt.with_fields(lists_pieces=prompt.params.logprobs is not None)
+        if not self.has_tags:
             return prompt
-        stops = prompt.params.stop_strings
-        detokenizer = Detokenizer(tokenizer, prompt.token_ids, stops, hidden_ids)
+        # Tags can be special tokens, which the text has only here.
+        vocabulary = self.vocabulary
+        detokenizer = Detokenizer(vocabulary.tokenizer, prompt.token_ids, vocabulary.hidden_ids)
         return prompt.with_fields(detokenizer=detokenizer)
 
-    def make_texts(self, prompt_token_ids: list[int]) -> ChatTexts:
-        return ChatTexts(self.vocabulary, prompt_token_ids, self.num_top)
+    def write_logprobs(self, tokens: Iterable[TokenEntry], offset: int) -> JsonObject:
+        return write_chat_tokens(self.vocabulary, tokens, self.num_top)
 
     def write_text(self, written: Written, text: str, reason: FinishReason | None) -> JsonObject:
         choice: JsonObject = {}

@@ -4,11 +4,12 @@ With `echo`, a choice begins with its prompt, which is scored if logprobs are re
 max_tokens=0 it has nothing else.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from nanovllm import LLM
-from nanovllm.engine.input_processor import Prompt
+from nanovllm.engine.input_processor import PreparedPrompt, Prompt
 from nanovllm.engine.outputs import FinishReason, RequestOutput
 from nanovllm.llm import list_prompts
 from nanovllm.server.constraints import choose_constraint, choose_tools
@@ -21,8 +22,9 @@ from nanovllm.server.parameters import (
     select,
 )
 from nanovllm.server.replies import Generation, Reply, Written
-from nanovllm.server.token_texts import CompletionTexts
+from nanovllm.server.token_texts import TokenEntry, write_completion_tokens
 from nanovllm.text.detokenizer import Detokenizer
+from nanovllm.text.generated_text import GeneratedText
 from nanovllm.utils.checks import check_bool, check_int
 
 DEFAULT_MAX_TOKENS = 16
@@ -56,23 +58,33 @@ def parse_completion(model: str, body: JsonObject, llm: LLM) -> Generation:
         )
     with blaming(given, "prompt", constraint.source):
         prepared = llm.prepare_prompts(prompts, params)
-    if scores_only:
-        prepared = [prompt.with_fields(ends_with_prompt=True) for prompt in prepared]
+    fields = {"ends_with_prompt": scores_only, "lists_pieces": logprobs is not None}
+    prepared = [prompt.with_fields(**fields) for prompt in prepared]
     reply = CompletionReply(model, stream, llm.vocabulary)
     if is_echo:
-        texts = [_read_text(prompt, llm) for prompt in sent]
-        reply.echo = [text for text in texts for _ in range(params.n)]
+        reply.echoes = []
+        for prompt, encoded in zip(sent, prepared):
+            reply.echoes += [_read_echo(prompt, encoded, llm)] * params.n
     return Generation(prepared, reply)
 
 
-def _read_text(prompt: Prompt, llm: LLM) -> str:
+class Echo(NamedTuple):
+    """The prompt of a choice."""
+
+    text: str
+    token_texts: list[str]  # empty without logprobs
+
+
+def _read_echo(prompt: Prompt, prepared: PreparedPrompt, llm: LLM) -> Echo:
     """Return a prompt as it was sent. A prompt of token ids is decoded.
 
     A character that the prompt begins and the completion continues belongs to the completion.
     """
-    if isinstance(prompt, str):
-        return prompt
-    return "" if llm.tokenizer is None else Detokenizer(llm.tokenizer, []).read(prompt, False)
+    if isinstance(prompt, str) and prepared.params.logprobs is None:
+        return Echo(prompt, [])
+    text = GeneratedText(Detokenizer(llm.tokenizer, []))
+    pieces = text.list_pieces(prepared.token_ids, is_last=False)
+    return Echo(prompt if isinstance(prompt, str) else "".join(pieces), pieces)
 
 
 @dataclass
@@ -84,24 +96,25 @@ class CompletionReply(Reply):
     CHUNK_KIND = KIND
     NO_TEXT: ClassVar[JsonObject] = {"text": ""}
 
-    echo: list[str] | None = None  # for each choice the text of its prompt
+    echoes: list[Echo] | None = None  # one for each choice
 
-    def make_texts(self, prompt_token_ids: list[int]) -> CompletionTexts:
-        return CompletionTexts(self.vocabulary, prompt_token_ids if self.echo is None else [])
+    def write_logprobs(self, tokens: Iterable[TokenEntry], offset: int) -> JsonObject:
+        return write_completion_tokens(self.vocabulary, tokens, offset)
 
     def write_text(self, written: Written, text: str, reason: FinishReason | None) -> JsonObject:
         return {"text": text}
 
     def write_choice(self, index: int, output: RequestOutput) -> JsonObject:
-        if self.echo is not None:
-            output = repeat_prompt(output, self.echo[index])
+        if self.echoes is not None:
+            output = repeat_prompt(output, self.echoes[index])
         return super().write_choice(index, output)
 
 
-def repeat_prompt(output: RequestOutput, text: str) -> RequestOutput:
-    """Return an output that begins with its prompt, whose text is given."""
-    whole: Any = {**output, "text": text + output["text"]}
+def repeat_prompt(output: RequestOutput, echo: Echo) -> RequestOutput:
+    """Return an output that begins with its prompt."""
+    whole: Any = {**output, "text": echo.text + output["text"]}
     whole["token_ids"] = output["prompt_token_ids"] + output["token_ids"]
-    if output["logprobs"] is not None:
-        whole["logprobs"] = [*(output["prompt_logprobs"] or []), *output["logprobs"]]
+    if output["token_texts"] is not None:
+        whole["token_texts"] = echo.token_texts + output["token_texts"]
+        whole["logprobs"] = [*(output["prompt_logprobs"] or []), *(output["logprobs"] or [])]
     return whole

@@ -5,6 +5,7 @@ completions.py and chat_completions.py have the rest. https://platform.openai.co
 
 import json
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 from uuid import uuid4
@@ -14,7 +15,7 @@ from nanovllm.engine.outputs import FinishReason, RequestOutput
 from nanovllm.server.engine_thread import Outputs
 from nanovllm.server.errors import JsonObject
 from nanovllm.server.message_parser import MessageParser
-from nanovllm.server.token_texts import ChatTexts, CompletionTexts
+from nanovllm.server.token_texts import TokenEntry
 from nanovllm.text.vocabulary import Vocabulary
 
 
@@ -32,7 +33,6 @@ class StreamOptions:
 class Written:
     """What is written of a choice."""
 
-    texts: CompletionTexts | ChatTexts | None  # if log probabilities are requested
     num_chars: int = 0
     num_tokens: int = 0
     parser: MessageParser | None = None  # a chat has one
@@ -63,8 +63,8 @@ class Reply:
         self.newest: Outputs = {}  # of each choice
         self.written: dict[int, Written] = {}
 
-    def make_texts(self, prompt_token_ids: list[int]) -> CompletionTexts | ChatTexts:
-        """Make the writer of the log probabilities of a choice."""
+    def write_logprobs(self, tokens: Iterable[TokenEntry], offset: int) -> JsonObject:
+        """Return `logprobs` for new tokens, whose text begins at `offset`."""
         raise NotImplementedError
 
     def write_text(self, written: Written, text: str, reason: FinishReason | None) -> JsonObject:
@@ -108,20 +108,15 @@ class Reply:
 
     def write_choice(self, index: int, output: RequestOutput) -> JsonObject:
         """Return a choice with the text and tokens that are not written yet."""
-        if index not in self.written:
-            has_logprobs = output["logprobs"] is not None
-            texts = self.make_texts(output["prompt_token_ids"]) if has_logprobs else None
-            self.written[index] = Written(texts)
-        written = self.written[index]
+        written = self.written.setdefault(index, Written())
         reason = output["finish_reason"]
         choice: JsonObject = {"index": index, "finish_reason": reason, "logprobs": None}
-        if written.texts is not None:
+        texts = output["token_texts"]
+        if texts is not None:
             entries = output["logprobs"] or []
-            choice["logprobs"] = written.texts.write(
-                output["token_ids"][written.num_tokens :],
-                entries[written.num_tokens :],
-                is_last=reason is not None,
-            )
+            start = written.num_tokens
+            tokens = zip(output["token_ids"][start:], texts[start:], entries[start:])
+            choice["logprobs"] = self.write_logprobs(tokens, sum(map(len, texts[:start])))
         choice |= self.write_text(written, output["text"][written.num_chars :], reason)
         written.num_chars = len(output["text"])
         written.num_tokens = len(output["token_ids"])
