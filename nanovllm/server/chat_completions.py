@@ -4,7 +4,6 @@ With a reasoning parser, a constraint holds behind the reasoning, unless the pro
 """
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -23,7 +22,7 @@ from nanovllm.server.parameters import (
     select,
 )
 from nanovllm.server.replies import Generation, Reply, Written
-from nanovllm.server.token_texts import TokenEntry, write_chat_tokens
+from nanovllm.server.token_texts import Token
 from nanovllm.text.chat_template import Tool, uses_tools
 from nanovllm.text.detokenizer import Detokenizer
 from nanovllm.text.vocabulary import END_THINK, THINK, Vocabulary
@@ -168,8 +167,20 @@ class ChatReply(Reply):
         detokenizer = Detokenizer(vocabulary.tokenizer, prompt.token_ids, vocabulary.hidden_ids)
         return prompt.with_fields(detokenizer=detokenizer)
 
-    def write_logprobs(self, tokens: Iterable[TokenEntry], offset: int) -> JsonObject:
-        return write_chat_tokens(self.vocabulary, tokens, self.num_top)
+    def write_logprobs(self, tokens: list[Token]) -> JsonObject:
+        content: list[JsonObject] = []
+        for token in tokens:
+            described = {
+                name: {
+                    "token": name,
+                    "logprob": logprob,
+                    "bytes": list(self.vocabulary.read_bytes(token.candidates[name])),
+                }
+                for name, logprob in token.logprobs.items()
+            }
+            top = list(described.values())[: self.num_top]
+            content.append({**described[token.name], "top_logprobs": top})
+        return {"content": content}
 
     def write_text(self, written: Written, text: str, reason: FinishReason | None) -> JsonObject:
         choice: JsonObject = {}

@@ -4,12 +4,11 @@ With `echo`, a choice begins with its prompt, which is scored if logprobs are re
 max_tokens=0 it has nothing else.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 from nanovllm import LLM
-from nanovllm.engine.input_processor import PreparedPrompt, Prompt
+from nanovllm.engine.input_processor import Prompt
 from nanovllm.engine.outputs import FinishReason, RequestOutput
 from nanovllm.llm import list_prompts
 from nanovllm.server.constraints import choose_constraint, choose_tools
@@ -22,12 +21,13 @@ from nanovllm.server.parameters import (
     select,
 )
 from nanovllm.server.replies import Generation, Reply, Written
-from nanovllm.server.token_texts import TokenEntry, write_completion_tokens
+from nanovllm.server.token_texts import Token
 from nanovllm.text.detokenizer import Detokenizer
 from nanovllm.text.generated_text import GeneratedText
 from nanovllm.utils.checks import check_bool, check_int
 
 DEFAULT_MAX_TOKENS = 16
+Echo = tuple[str, list[str]]  # the text of a prompt, and that of each of its tokens
 
 
 def parse_completion(model: str, body: JsonObject, llm: LLM) -> Generation:
@@ -62,29 +62,18 @@ def parse_completion(model: str, body: JsonObject, llm: LLM) -> Generation:
     prepared = [prompt.with_fields(**fields) for prompt in prepared]
     reply = CompletionReply(model, stream, llm.vocabulary)
     if is_echo:
-        reply.echoes = []
-        for prompt, encoded in zip(sent, prepared):
-            reply.echoes += [_read_echo(prompt, encoded, llm)] * params.n
+        for prompt, (token_ids, _, _) in zip(sent, prepared):
+            reply.echoes += [_read_echo(prompt, token_ids, llm)] * params.n
     return Generation(prepared, reply)
 
 
-class Echo(NamedTuple):
-    """The prompt of a choice."""
-
-    text: str
-    token_texts: list[str]  # empty without logprobs
-
-
-def _read_echo(prompt: Prompt, prepared: PreparedPrompt, llm: LLM) -> Echo:
+def _read_echo(prompt: Prompt, token_ids: list[int], llm: LLM) -> Echo:
     """Return a prompt as it was sent. A prompt of token ids is decoded.
 
     A character that the prompt begins and the completion continues belongs to the completion.
     """
-    if isinstance(prompt, str) and prepared.params.logprobs is None:
-        return Echo(prompt, [])
-    text = GeneratedText(Detokenizer(llm.tokenizer, []))
-    pieces = text.list_pieces(prepared.token_ids, is_last=False)
-    return Echo(prompt if isinstance(prompt, str) else "".join(pieces), pieces)
+    pieces = GeneratedText(Detokenizer(llm.tokenizer, [])).list_pieces(token_ids, is_last=False)
+    return prompt if isinstance(prompt, str) else "".join(pieces), pieces
 
 
 @dataclass
@@ -96,25 +85,30 @@ class CompletionReply(Reply):
     CHUNK_KIND = KIND
     NO_TEXT: ClassVar[JsonObject] = {"text": ""}
 
-    echoes: list[Echo] | None = None  # one for each choice
+    echoes: list[Echo] = field(default_factory=list)  # one for each choice, or none
 
-    def write_logprobs(self, tokens: Iterable[TokenEntry], offset: int) -> JsonObject:
-        return write_completion_tokens(self.vocabulary, tokens, offset)
+    def write_logprobs(self, tokens: list[Token]) -> JsonObject:
+        return {
+            "tokens": [token.name for token in tokens],
+            "token_logprobs": [token.logprobs.get(token.name) for token in tokens],
+            "top_logprobs": [token.logprobs or None for token in tokens],
+            "text_offset": [token.offset for token in tokens],
+        }
 
     def write_text(self, written: Written, text: str, reason: FinishReason | None) -> JsonObject:
         return {"text": text}
 
     def write_choice(self, index: int, output: RequestOutput) -> JsonObject:
-        if self.echoes is not None:
-            output = repeat_prompt(output, self.echoes[index])
+        if self.echoes:
+            output = repeat_prompt(output, *self.echoes[index])
         return super().write_choice(index, output)
 
 
-def repeat_prompt(output: RequestOutput, echo: Echo) -> RequestOutput:
-    """Return an output that begins with its prompt."""
-    whole: Any = {**output, "text": echo.text + output["text"]}
+def repeat_prompt(output: RequestOutput, text: str, token_texts: list[str]) -> RequestOutput:
+    """Return an output that begins with its prompt, whose text is given."""
+    whole: Any = {**output, "text": text + output["text"]}
     whole["token_ids"] = output["prompt_token_ids"] + output["token_ids"]
-    if output["token_texts"] is not None:
-        whole["token_texts"] = echo.token_texts + output["token_texts"]
-        whole["logprobs"] = [*(output["prompt_logprobs"] or []), *(output["logprobs"] or [])]
+    if output["logprobs"] is not None:
+        whole["logprobs"] = [*(output["prompt_logprobs"] or []), *output["logprobs"]]
+        whole["token_texts"] = [*token_texts, *(output["token_texts"] or [])]
     return whole

@@ -5,7 +5,6 @@ completions.py and chat_completions.py have the rest. https://platform.openai.co
 
 import json
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 from uuid import uuid4
@@ -15,7 +14,7 @@ from nanovllm.engine.outputs import FinishReason, RequestOutput
 from nanovllm.server.engine_thread import Outputs
 from nanovllm.server.errors import JsonObject
 from nanovllm.server.message_parser import MessageParser
-from nanovllm.server.token_texts import TokenEntry
+from nanovllm.server.token_texts import Token, list_tokens
 from nanovllm.text.vocabulary import Vocabulary
 
 
@@ -63,8 +62,8 @@ class Reply:
         self.newest: Outputs = {}  # of each choice
         self.written: dict[int, Written] = {}
 
-    def write_logprobs(self, tokens: Iterable[TokenEntry], offset: int) -> JsonObject:
-        """Return `logprobs` for new tokens, whose text begins at `offset`."""
+    def write_logprobs(self, tokens: list[Token]) -> JsonObject:
+        """Return the `logprobs` of new tokens."""
         raise NotImplementedError
 
     def write_text(self, written: Written, text: str, reason: FinishReason | None) -> JsonObject:
@@ -111,12 +110,9 @@ class Reply:
         written = self.written.setdefault(index, Written())
         reason = output["finish_reason"]
         choice: JsonObject = {"index": index, "finish_reason": reason, "logprobs": None}
-        texts = output["token_texts"]
-        if texts is not None:
-            entries = output["logprobs"] or []
-            start = written.num_tokens
-            tokens = zip(output["token_ids"][start:], texts[start:], entries[start:])
-            choice["logprobs"] = self.write_logprobs(tokens, sum(map(len, texts[:start])))
+        if output["logprobs"] is not None:
+            tokens = list_tokens(self.vocabulary, output, written.num_tokens)
+            choice["logprobs"] = self.write_logprobs(tokens)
         choice |= self.write_text(written, output["text"][written.num_chars :], reason)
         written.num_chars = len(output["text"])
         written.num_tokens = len(output["token_ids"])

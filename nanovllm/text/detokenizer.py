@@ -31,6 +31,11 @@ class State(NamedTuple):
     pending_text: str = ""  # the text of the pending tokens after the context
     prompt_text: str = ""  # what the pending tokens had as text before the first new token
 
+    @property
+    def complete_text(self) -> str:
+        """All complete characters. A token can have some, and begin one that is incomplete."""
+        return self.text + self.pending_text.rstrip("\ufffd")
+
 
 class Detokenizer:
     """Decodes the tokens after one prompt. It does not change, so samples share it.
@@ -80,11 +85,9 @@ class Detokenizer:
                 break
         if not state.pending_text:  # no character is incomplete
             state = state._replace(context=state.context + state.pending, pending=())
-        return State(
-            context=state.context,
-            context_text=state.context_text,
-            pending=state.pending,
-            prompt_text=state.pending_text,
+        # Its text is left out.
+        return state._replace(
+            num_tokens=0, text="", pending_text="", prompt_text=state.pending_text
         )
 
     def extend(self, state: State, token_id: int) -> State:

@@ -34,7 +34,7 @@ class GeneratedText:
             self.state = state
 
     def roll_back(self, num_tokens: int) -> None:
-        """Forget all tokens but the first ones, which are decoded again with the next token."""
+        """Forget all tokens but the first ones, which are decoded again when they are needed."""
         if self.state.num_tokens > num_tokens:
             self.stopped = None
             del self.pieces[num_tokens:]
@@ -47,46 +47,39 @@ class GeneratedText:
         searched.
         """
         self.push(token_ids[:-1])
-        num_searched = len(self._complete_text())
+        num_searched = len(self.state.complete_text)
         self.push(token_ids)
-        text = self._complete_text()
-        if may_stop:
-            found = [
-                text.find(string, max(0, num_searched - len(string) + 1))
-                for string in self.stop_strings
-            ]
-            starts = [start for start in found if start >= 0]
-            if starts:
-                self.stopped = text[: min(starts)]
-        return self.stopped is not None
-
-    def _complete_text(self) -> str:
-        """A token can end a stop string and begin a character that is incomplete."""
-        return self.state.text + self.state.pending_text.rstrip("\ufffd")
+        text = self.state.complete_text
+        found = [
+            text.find(string, max(0, num_searched - len(string) + 1))
+            for string in self.stop_strings
+        ]
+        starts = [start for start in found if start >= 0]
+        if not may_stop or not starts:
+            return False
+        self.stopped = text[: min(starts)]
+        return True
 
     def read(self, token_ids: list[int], is_last: bool) -> str:
         """Return all text that can be released. `is_last` if no tokens follow.
 
-        `token_ids` can leave out the newest token, if it has ended the sequence.
+        At the end, `token_ids` can leave out a stop token, which may have been decoded.
         """
         if self.stopped is not None:
             return self.stopped
         if is_last:
-            return self._read_last(token_ids)
+            known = "".join(self.pieces[: len(token_ids)])
+            whole = self.detokenizer.decode_all(token_ids)
+            if whole is not None and whole.startswith(known):
+                return whole
+            self.roll_back(len(token_ids))
+            return "".join(self.list_pieces(token_ids, is_last))
         self.push(token_ids)
         text = self.state.text
         return text[: max(0, len(text) - self.num_withheld)]
 
-    def _read_last(self, token_ids: list[int]) -> str:
-        """Return the text of `token_ids`, which is decoded at once if nothing contradicts that."""
-        known = "".join(self.pieces[: len(token_ids)])
-        text = self.detokenizer.decode_all(token_ids)
-        if text is not None and text.startswith(known):
-            return text
-        return "".join(self.list_pieces(token_ids, is_last=True))
-
     def list_pieces(self, token_ids: list[int], is_last: bool) -> list[str]:
-        """Return the text that each token completes. They join to the text without its end."""
+        """Return the text that each token completes, also that of a stop string or a stop token."""
         self.push(token_ids)
         pieces = self.pieces[: len(token_ids)]
         if is_last and pieces:

@@ -10,7 +10,7 @@ from server_helpers import parse_body, write
 from tokenizer_helpers import SPECIAL, byte_fallback, byte_level
 
 from nanovllm import LLM
-from nanovllm.server.token_texts import write_chat_tokens
+from nanovllm.server.token_texts import list_tokens
 from nanovllm.text.detokenizer import Detokenizer
 from nanovllm.text.generated_text import GeneratedText
 
@@ -91,9 +91,14 @@ def test_a_chat_lists_as_many_candidates_as_requested(llm):
 def test_bytes_join_to_the_bytes_of_the_text(llm):
     """Also those of a character that has several tokens."""
     prompt, ids = [llm.tokenizer.encode(text, add_special_tokens=False) for text in ("a", "é你 a")]
-    pieces = GeneratedText(Detokenizer(llm.tokenizer, prompt)).list_pieces(ids, is_last=True)
-    tokens = [(token_id, text, {token_id: -0.5}) for token_id, text in zip(ids, pieces)]
-    content = write_chat_tokens(llm.vocabulary, tokens, num_top=1)["content"]
+    output = {
+        "token_ids": ids,
+        "logprobs": [{token_id: -0.5} for token_id in ids],
+        "token_texts": GeneratedText(Detokenizer(llm.tokenizer, prompt)).list_pieces(ids, True),
+    }
+    llm.tokenizer.chat_template = "{{ messages[0].content }}"
+    _, reply = parse_body(llm, {"messages": [{"role": "user", "content": "a"}]}, is_chat=True)
+    content = reply.write_logprobs(list_tokens(llm.vocabulary, output, 0))["content"]
     data = b"".join(bytes(entry["bytes"]) for entry in content)
     assert data.strip() == "é你 a".encode()
     assert "".join(entry["token"] for entry in content).strip() == "é你 a"

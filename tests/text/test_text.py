@@ -267,6 +267,22 @@ def test_the_text_ends_before_the_first_stop_string(name):
         assert reader.read(token_ids, is_last=True) == expected
 
 
+@each_tokenizer
+def test_pieces_go_on_behind_the_end_of_the_text(name):
+    """A stop string and a stop token have pieces, which the text leaves out."""
+    token_ids = encode(TOKENIZERS[name], "the cat")
+    reader = make_reader(TOKENIZERS[name], stops=["t"])
+    assert reader.meets_stop_string(token_ids, may_stop=True)
+    assert reader.read(token_ids, is_last=True) == "the ca"
+    assert "".join(reader.list_pieces(token_ids, is_last=True)) == "the cat"
+    reader = make_reader(TOKENIZERS[name])
+    text = reader.read(token_ids[:-1], is_last=True)
+    *others, last = reader.list_pieces(token_ids, is_last=True)
+    assert "".join(others) == text
+    assert text + last == "the cat"
+    assert reader.read(token_ids[:-1], is_last=True) == text
+
+
 # --- errors and interrupts
 
 BAD = 10**6
