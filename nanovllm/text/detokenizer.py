@@ -28,7 +28,7 @@ class State(NamedTuple):
     context: Tokens = ()  # the newest tokens of the text, decoded together with those after it
     context_text: str = ""  # their text when they are decoded alone
     pending: Tokens = ()  # tokens that end within a character (with U+FFFD), or have no text
-    pending_text: str = ""  # the text of the pending tokens after the context
+    pending_text: str = ""  # their text after the context, without `prompt_text`
     prompt_text: str = ""  # what the pending tokens had as text before the first new token
 
     @property
