@@ -10,7 +10,7 @@ from nanovllm.config import Config, takes
 from nanovllm.engine.feature import Feature
 from nanovllm.engine.input_processor import PreparedPrompt, Prompt
 from nanovllm.engine.outputs import RequestOutput
-from nanovllm.engine.request import Inbox, Request
+from nanovllm.engine.request import Inbox
 from nanovllm.features.beam_search import BeamSearch, make_outputs, search_together
 from nanovllm.features.prompt_logprobs import PromptScores
 from nanovllm.features.recurrent_states import RecurrentStates
@@ -202,24 +202,18 @@ class LLM(ThreadSafeEngine):
         self, prompts: list[PreparedPrompt], use_tqdm: bool = False
     ) -> list[RequestOutput]:
         inbox: Inbox = {}
-        with self.queued(prompts, inbox) as requests:
-            finished = self._finish(inbox, len(requests))
-            if use_tqdm:
-                finished = ProgressBar(finished, total=len(requests), unit="seq")
-            for _ in finished:
-                pass
+        progress = ProgressBar(total=len(prompts), unit="seq", disable=not use_tqdm)
+        with self.queued(prompts, inbox) as requests, progress:
+            num_unfinished = len(requests)
+            while num_unfinished > 0:
+                # Outputs would be made of all generated tokens, and only the last ones are needed.
+                self.step(inbox={})
+                while inbox:  # a step of another thread may be adding to it
+                    request, _ = inbox.popitem()
+                    if request.has_ended:
+                        num_unfinished -= 1
+                        progress.update()
             return [request.output() for request in requests]
-
-    def _finish(self, inbox: Inbox, num_requests: int) -> Iterator[Request]:
-        """Run steps until all requests that report to `inbox` have finished, and yield each."""
-        while num_requests > 0:
-            # Outputs would be made of all generated tokens, and only the last ones are needed.
-            self.step(inbox={})
-            while inbox:  # a step of another thread may be adding to it
-                request, _ = inbox.popitem()
-                if request.has_ended:
-                    num_requests -= 1
-                    yield request
 
     def _stream(self, prompts: list[PreparedPrompt]) -> Iterator[RequestOutput]:
         inbox: Inbox = {}

@@ -31,6 +31,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen3Config
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
+from nanovllm.batch import batch as batches
+from nanovllm.batch.batch import Batch, SamplingBatch
+from nanovllm.batch.packing import copy_to
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.feature import Feature, Features
@@ -41,12 +44,9 @@ from nanovllm.features.speculation.costs import StepCosts
 from nanovllm.features.speculation.drafts import Drafts
 from nanovllm.features.windows import Windows
 from nanovllm.kernels.cpu.fused_layers import FusedLayers
-from nanovllm.layers import batch as batches
+from nanovllm.kernels.select import BACKENDS
 from nanovllm.layers import sampler
 from nanovllm.layers.attention import AttentionShape
-from nanovllm.layers.backends import BACKENDS
-from nanovllm.layers.batch import Batch, SamplingBatch
-from nanovllm.layers.packing import copy_to
 from nanovllm.utils.helpers import cdiv
 
 Kind = TypeVar("Kind", bound=Feature)

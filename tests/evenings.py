@@ -26,13 +26,13 @@ EVENINGS = (
         title="Why blocks",
         page="nanovllm/course/1_blocks.md",
         scene="steps 0 and 3 of timeline.html: the blocks of A, and the slot of its 25th token",
-        reading=("nanovllm/engine/sequence.py", "nanovllm/layers/batch.py"),
+        reading=("nanovllm/engine/sequence.py", "nanovllm/batch/batch.py"),
         functions="""
             nanovllm.engine.block_manager:BlockManager.take
             nanovllm.engine.block_manager:BlockManager.grow
             nanovllm.engine.block_manager:BlockManager.release
             nanovllm.engine.block_manager:BlockManager.count_states
-            nanovllm.layers.batch:make_batch
+            nanovllm.batch.batch:make_batch
             nanovllm.layers.attention:make_cache
             nanovllm.layers.attention:store_kvcache
             nanovllm.layers.attention:find_first_visible
@@ -113,7 +113,7 @@ EVENINGS = (
         scene="step 3 of timeline.html: the arrays of the batch, and its rows of logits",
         reading=(
             "nanovllm.engine.step:Step",
-            "nanovllm.layers.batch:Batch",
+            "nanovllm.batch.batch:Batch",
             "nanovllm/models/decoder.py",
         ),
         functions="""
@@ -147,7 +147,7 @@ EVENINGS = (
         scene="step 3 of timeline.html: how many tokens are sampled, and at which positions",
         reading=(
             "nanovllm/sampling_params.py",
-            "nanovllm.layers.batch:Filters",
+            "nanovllm.batch.batch:Filters",
             "nanovllm.features.structured_outputs.masks:compute_mask",
         ),
         functions="""
@@ -237,7 +237,7 @@ EVENINGS = (
             nanovllm.worker.cache_plan:find_budget
             nanovllm.worker.cache_plan:count_lane_bytes
             nanovllm.worker.cache_plan:count_lanes
-            nanovllm.benchmark.roofline:compute_roofline_seconds
+            nanovllm.benchmark.roofline:compute_step_seconds
         """.split(),
         tests=(
             "tests/layers/test_tensor_parallel.py",

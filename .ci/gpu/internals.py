@@ -23,11 +23,11 @@ if not ON_GPU:
 from nanovllm import LLM, kernels
 from nanovllm.benchmark.report import describe_hardware as describe_hardware
 from nanovllm.benchmark.report import find_versions as find_versions
-from nanovllm.benchmark.roofline import count_decode as count_decode
-from nanovllm.benchmark.roofline import count_prefill as count_prefill
+from nanovllm.benchmark.roofline import count_attention as count_attention
 from nanovllm.benchmark.roofline import find_sizes as find_sizes
 from nanovllm.benchmark.roofline import measure_peak_rates as measure_peak_rates
-from nanovllm.benchmark.shapes import SHAPES as SHAPES
+from nanovllm.benchmark.workloads import SHAPES as SHAPES
+from nanovllm.checkpoints.checkpoint import read_config as read_config
 from nanovllm.engine import model_runner
 from nanovllm.engine.model_runner import Sampled as Sampled
 from nanovllm.kernels.bench import TOLERANCES, time_call

@@ -33,11 +33,11 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from nanovllm.batch.batch import Batch
 from nanovllm.engine.block_manager import Block
 from nanovllm.engine.outputs import FinishReason
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Row, Step
-from nanovllm.layers.batch import Batch
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import invalid
 

@@ -47,7 +47,7 @@ class InputProcessor:
         if params is None:
             params = self.default_params
         check_type("sampling_params", params, (SamplingParams,), "SamplingParams")
-        if params.stop_strings and self.encoder.tokenizer is None:
+        if params.stop and self.encoder.tokenizer is None:
             raise ValueError("the checkpoint has no tokenizer: pass stop_token_ids instead of stop")
         for token_id in params.logit_bias or ():
             check_int("logit_bias", token_id, 0, self.encoder.vocab_size - 1)
@@ -71,7 +71,8 @@ class InputProcessor:
         requests: list[Request] = []
         for token_ids, params, fields in prompts:
             stop_token_ids = set(params.stop_token_ids or ())
-            if params.stops_at_eos:
+            # A structured output ends at EOS, whatever ignore_eos is.
+            if params.structured_outputs is not None or not params.ignore_eos:
                 stop_token_ids |= eos_token_ids
             # Ids above the vocabulary cannot be sampled, and have no logit to ban.
             valid_ids = frozenset(i for i in stop_token_ids if i < self.encoder.vocab_size)

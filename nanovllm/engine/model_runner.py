@@ -11,15 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanovllm.batch.batch import Batch, make_batch
+from nanovllm.batch.packing import to_device
 from nanovllm.config import Config
 from nanovllm.engine.feature import Features
 from nanovllm.engine.outputs import Logprobs
 from nanovllm.engine.rows import Rows
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
-from nanovllm.layers.batch import Batch, make_batch
 from nanovllm.layers.logprobs import find_logprobs, read_logprobs
-from nanovllm.layers.packing import to_device
 from nanovllm.layers.penalties import apply_penalties
 from nanovllm.layers.sampler import Sampler, make_sampling_batch
 from nanovllm.models.spec import ModelSpec
@@ -27,7 +27,6 @@ from nanovllm.utils.helpers import cdiv
 from nanovllm.worker.device import engine_settings
 from nanovllm.worker.dummy_steps import SAMPLING_KINDS, sample_test_rows
 from nanovllm.worker.executor import Executor, MultiRankExecutor
-from nanovllm.worker.startup import start_worker
 from nanovllm.worker.state_slots import FIRST_LANE
 
 
@@ -49,9 +48,7 @@ class Sampled:
             self.copied.record()
 
     def read(self) -> tuple[list[int], list[dict[int, float]] | None]:
-        """Return what each row has sampled. This is the host synchronization of a step."""
-        if self.copied is not None:
-            self.copied.synchronize()
+        """Return what each row has sampled, after the event."""
         tokens, *found = self.on_host
         return tokens.tolist(), read_logprobs(found, self.requested) if found else None
 
@@ -74,7 +71,7 @@ class ModelRunner:
                 self_test = partial(sample_test_rows, self.sampler, spec.dtype)
                 run = self_test if self.device.type == "cuda" else None
                 worker.kernels.kernelize(self.sampler, self.device, spec.dtype, run)
-            self.executor.call(start_worker, worker, self.sample_each_kind)
+            self.executor.start(self.sample_each_kind)
         # The block tables of all lanes, so that a decode need not copy its whole table.
         self.block_tables = np.zeros((worker.plan.num_lanes, worker.block_table_width), np.int32)
 
@@ -84,22 +81,13 @@ class ModelRunner:
         batch = self.prepare_batch(step, rows.counts)
         for feature in self.features.prepared:
             batch = feature.prepared(step, batch)
-        return self.executor.call(self._execute, step, batch, rows)
-
-    def _execute(self, step: Step, batch: Batch, rows: Rows) -> Tensor:
-        worker = self.executor.worker
-        parts: list[Tensor] = []  # more than one if the step scores long prompts
-        start = 0
-        for hidden in worker.execute(batch).split(worker.max_num_logits):
-            parts.append(rows.hand_out(worker.compute_logits(hidden), start))
-            start += len(hidden)
-        logits = parts[0] if len(parts) == 1 else torch.cat(parts)
+        logits = self.executor.execute(batch, rows.hand_out)
         for feature in self.features.computed:
             feature.computed(step, logits)
         return logits
 
     def prepare_batch(self, step: Step, num_rows: list[int]) -> Batch[np.ndarray]:
-        """Flatten the tokens of a step, on the host. layers/batch.py draws it.
+        """Flatten the tokens of a step, on the host. batch/batch.py draws it.
 
         The last `num_rows` tokens of each sequence need logits.
         """
@@ -146,13 +134,15 @@ class ModelRunner:
             processed = apply_penalties(processed, rows)
         batch = make_sampling_batch(rows, positions, self.vocab_size, self.device)
         tokens = self.sampler(processed, batch)
-        self.executor.worker.keep_tokens(tokens)
+        self.executor.worker.newest_tokens[: len(tokens)] = tokens
         return Sampled(step, rows, logits, tokens)
 
     def read(self, sampled: Sampled) -> tuple[list[list[int]], Logprobs]:
         """Wait for a step. Return each sequence's valid tokens, and their log probabilities."""
         step = sampled.step
-        tokens, entries = self.executor.call(sampled.read)
+        if sampled.copied is not None:
+            self.executor.synchronize(sampled.copied)  # the only host synchronization of a step
+        tokens, entries = sampled.read()
         token_ids = step.split(tokens)
         logprobs = None if entries is None else step.split(entries)
         for feature in reversed(self.features.sampled):

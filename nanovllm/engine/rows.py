@@ -13,9 +13,9 @@ from operator import itemgetter
 import numpy as np
 from torch import Tensor
 
+from nanovllm.batch.packing import to_device
 from nanovllm.engine.feature import Feature
 from nanovllm.engine.step import Row, Step
-from nanovllm.layers.packing import to_device
 
 
 class Rows:

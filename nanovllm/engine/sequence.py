@@ -19,16 +19,9 @@ until it is known.
 """
 
 from dataclasses import dataclass
-from enum import Enum, auto
 
 from nanovllm.engine.outputs import FinishReason
 from nanovllm.sampling_params import SamplingParams
-
-
-class SequenceStatus(Enum):
-    WAITING = auto()
-    RUNNING = auto()
-    FINISHED = auto()
 
 
 @dataclass(eq=False)
@@ -61,14 +54,7 @@ class Sequence:
         self.num_admitted_tokens = 0  # tokens when it was last admitted
         self.block_table: list[int] = []  # logical block -> physical block
         self.block_hashes: list[int] = []  # hashes of full blocks, computed when first needed
-        self.lane = -1  # while it runs: its row in the model runner's block tables
-
-    @property
-    def status(self) -> SequenceStatus:
-        """For readers. The scheduler looks at what it follows from."""
-        if self.finish_reason is not None:
-            return SequenceStatus.FINISHED
-        return SequenceStatus.RUNNING if self.lane >= 0 else SequenceStatus.WAITING
+        self.lane = -1  # while it runs: its row in the model runner's block tables, 0 or more
 
     @property
     def has_pending_token(self) -> bool:

@@ -13,6 +13,7 @@ because a hit computes no logits.
 import numpy as np
 from torch import Tensor
 
+from nanovllm.batch.packing import to_device
 from nanovllm.engine.block_manager import Block
 from nanovllm.engine.feature import Feature
 from nanovllm.engine.outputs import PromptLogprobs
@@ -20,7 +21,6 @@ from nanovllm.engine.request import Request
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Row, Step
 from nanovllm.layers.logprobs import find_logprobs, read_logprobs
-from nanovllm.layers.packing import to_device
 
 
 class PromptScores(Feature):
@@ -37,7 +37,7 @@ class PromptScores(Feature):
 
     def wanted_rows(self, step: Step) -> list[Row]:
         rows: list[Row] = []
-        for seq, num_tokens, _ in step:
+        for seq, num_tokens in zip(step.seqs, step.num_tokens):
             entries = find_entries(seq)
             if entries is not None:
                 # The first position whose next token has no entry yet.

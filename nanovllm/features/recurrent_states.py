@@ -29,13 +29,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from nanovllm.batch.batch import Batch
 from nanovllm.engine.block_manager import Block
 from nanovllm.engine.feature import Facts, Feature
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.outputs import FinishReason
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
-from nanovllm.layers.batch import Batch
 from nanovllm.worker.state_slots import FIRST_LANE, ZEROS, StateSlots
 
 

@@ -116,9 +116,8 @@ class ThreadSafeEngine(LLMEngine):
                 self._is_under_way = False
         finally:
             self._threads_inside.discard(thread)
-        if call != self._cancel_aborted:
-            # Aborts that came after the last `_cancel_aborted`. That call itself is repeated by
-            # `_cancel_soon`.
+        # Aborts that came after the last `_cancel_aborted`, which `_cancel_soon` itself repeats.
+        if self._aborted and call != self._cancel_aborted:
             self._cancel_soon()
         return result
 

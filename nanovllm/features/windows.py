@@ -32,6 +32,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from nanovllm.batch.batch import Batch
 from nanovllm.engine.block_manager import Block, BlockManager
 from nanovllm.engine.feature import Facts, Feature
 from nanovllm.engine.llm_engine import LLMEngine
@@ -39,7 +40,6 @@ from nanovllm.engine.outputs import FinishReason
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
 from nanovllm.layers.attention import find_first_visible
-from nanovllm.layers.batch import Batch
 from nanovllm.utils.helpers import cdiv
 
 

@@ -15,10 +15,9 @@ from itertools import product
 
 import torch
 
-from nanovllm.kernels.select import select_backend
+from nanovllm.kernels.select import BACKENDS, select_backend
 from nanovllm.kernels.self_tests import BatchShape, compare_with_torch
 from nanovllm.layers.attention import AttentionShape
-from nanovllm.layers.backends import BACKENDS
 from nanovllm.utils.helpers import run_program
 
 LAYERS = {

@@ -1,8 +1,8 @@
 """What the optimized samplers for CPUs and GPUs have in common."""
 
+from nanovllm.batch.batch import Filters, Noise
 from nanovllm.kernels.optimized_layer import OptimizedLayer
 from nanovllm.kernels.self_tests import report_once
-from nanovllm.layers.batch import Filters, Noise
 from nanovllm.layers.sampler import Sampler
 
 # The fields with which the kernels compute.

@@ -1,13 +1,32 @@
-"""Chooses the attention backend of an engine, among those in layers/backends.py."""
+"""Chooses the attention backend of an engine.
+
+A new backend is registered in BACKENDS. Its name is a value of `attention_backend` in config.py,
+too. tests/kernels/test_attention.py checks every backend that runs here.
+"""
 
 from dataclasses import fields
 from importlib import import_module
+from typing import NamedTuple
 
 import torch
 
 from nanovllm.kernels.self_tests import check_backend, find_failure, report_once
 from nanovllm.layers.attention import AttentionShape, Backend
-from nanovllm.layers.backends import BACKENDS
+
+
+class Registration(NamedTuple):
+    module: str  # has the names that layers/attention.py begins with
+    device_types: tuple[str, ...]  # on which "auto" tries it
+
+
+# The fastest backend comes first, because "auto" takes the first one that works. "torch" always
+# works, so a backend after it is used only if it is requested by name.
+BACKENDS = {
+    "flash_attn": Registration("nanovllm.kernels.cuda.flash_attn", ("cuda",)),
+    "triton": Registration("nanovllm.kernels.cuda.triton_attention", ("cuda",)),
+    "cpp": Registration("nanovllm.kernels.cpu.attention", ("cpu",)),
+    "torch": Registration("nanovllm.layers.attention", ("cpu", "cuda")),
+}
 
 
 def select_backend(

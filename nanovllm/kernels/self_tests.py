@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from nanovllm.batch.batch import make_batch
+from nanovllm.batch.packing import copy_to, to_device
 from nanovllm.layers import attention as reference
 from nanovllm.layers.attention import AttentionShape, Backend
-from nanovllm.layers.batch import make_batch
-from nanovllm.layers.packing import copy_to, to_device
 from nanovllm.utils.helpers import cdiv, report
 
 # For messages that would be the same for every step, or for every engine of this process.

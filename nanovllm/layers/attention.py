@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.layers.batch import Batch
+from nanovllm.batch.batch import Batch
 from nanovllm.utils.helpers import cdiv
 
 Backend = ModuleType

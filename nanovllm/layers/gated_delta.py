@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanovllm.layers.batch import Batch
+from nanovllm.batch.batch import Batch
 from nanovllm.layers.linear import Target
 from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
 

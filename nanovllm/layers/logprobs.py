@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.layers.packing import to_device
+from nanovllm.batch.packing import to_device
 
 
 def find_logprobs(logits: Tensor, tokens: Tensor, requested: list[int | None]) -> list[Tensor]:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.layers.packing import to_device
+from nanovllm.batch.packing import to_device
 from nanovllm.layers.sampler import Row
 
 

@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanovllm.batch.batch import Batch
 from nanovllm.layers.attention import Backend
-from nanovllm.layers.batch import Batch
 from nanovllm.layers.embedding import Embedding
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.norm import RMSNorm

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from nanovllm.batch.batch import Batch
 from nanovllm.layers.attention import Backend
-from nanovllm.layers.batch import Batch
 from nanovllm.layers.norm import ZeroCenteredRMSNorm
 from nanovllm.layers.tensor_parallel import TensorParallel
 from nanovllm.models.attention_fields import Fields, compute_decoder

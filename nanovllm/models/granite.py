@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from nanovllm.batch.batch import Batch
 from nanovllm.layers.attention import Backend
-from nanovllm.layers.batch import Batch
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.tensor_parallel import TensorParallel
 from nanovllm.models.decoder import Decoder, DecoderSpec

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from nanovllm.batch.batch import Batch
 from nanovllm.layers.attention import Backend
-from nanovllm.layers.batch import Batch
 from nanovllm.layers.embedding import Embedding
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.rotary import RopeSpec

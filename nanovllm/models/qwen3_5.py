@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from nanovllm.batch.batch import Batch
 from nanovllm.layers.attention import AttentionShape, Backend
-from nanovllm.layers.batch import Batch
 from nanovllm.layers.gated_delta import DeltaInputs, DeltaSizes, GatedDeltaRule
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.norm import ZeroCenteredRMSNorm

@@ -10,9 +10,9 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from nanovllm.batch.batch import Batch
 from nanovllm.checkpoints.quantization import NOT_QUANTIZED, Quantization
 from nanovllm.layers.attention import AttentionShape, Backend
-from nanovllm.layers.batch import Batch
 from nanovllm.layers.embedding import Embedding
 from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
 

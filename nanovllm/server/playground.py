@@ -27,7 +27,7 @@ from nanovllm.features.speculation.drafts import Drafts
 from nanovllm.server.engine_thread import EngineThread, Stream
 from nanovllm.server.errors import JsonObject, blaming
 from nanovllm.server.openai_api import Endpoint
-from nanovllm.trace.page import list_fields, read_template
+from nanovllm.trace.page import read_template
 from nanovllm.trace.recorder import Recorder
 from nanovllm.trace.step import TracedStep
 from nanovllm.utils.checks import (
@@ -85,7 +85,7 @@ class LiveRecorder(Recorder):
         self.steps: list[str] = []
 
     def write(self, step: TracedStep) -> None:
-        self.steps.append(json.dumps(step, default=list_fields))
+        self.steps.append(json.dumps(step, default=vars))
 
 
 class Playground(EngineThread):

@@ -9,12 +9,12 @@ from argparse import ArgumentParser
 from pathlib import Path
 from typing import Any
 
+from nanovllm.batch.batch import Batch
 from nanovllm.config import Config
 from nanovllm.engine.feature import Feature
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.scheduler import POLICIES
 from nanovllm.engine.step import Step
-from nanovllm.layers.batch import Batch
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.trace.page import save_page
 from nanovllm.trace.recorder import Recorder

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.layers.batch import Batch, make_batch
-from nanovllm.layers.packing import copy_to
+from nanovllm.batch.batch import Batch, make_batch
+from nanovllm.batch.packing import copy_to
 from nanovllm.layers.sampler import Sampler, make_sampling_batch
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.helpers import cdiv
@@ -29,9 +29,11 @@ SAMPLING_KINDS = [
 _TEST_LEN = 33  # tokens of a context: two chunks of recurrent states, and a large tile of GEMMs
 
 
+@torch.inference_mode()
 def run_dummy_step(worker: Worker, query_lens: list[int]) -> Tensor:
     """Compute a step of whole prompts. Return its logits."""
-    return worker.compute_logits(worker.compute(make_dummy_batch(worker, query_lens)))
+    hidden = worker.compute(make_dummy_batch(worker, query_lens))
+    return worker.model.compute_logits(hidden)
 
 
 def make_dummy_batch(worker: Worker, query_lens: list[int]) -> Batch:

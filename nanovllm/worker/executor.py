@@ -26,12 +26,14 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from nanovllm.batch.batch import Batch
 from nanovllm.config import Config
 from nanovllm.models.spec import ModelSpec
 from nanovllm.worker.process_groups import Place, Serve, join_torchrun
 from nanovllm.worker.rank_process import EXIT_TIMEOUT, find_failure, start_rank
-from nanovllm.worker.startup import serve_rank
+from nanovllm.worker.startup import serve_rank, start_worker
 from nanovllm.worker.worker import Worker
 
 Result = TypeVar("Result")
@@ -49,9 +51,28 @@ class Executor:
     def __init__(self, config: Config, spec: ModelSpec, directory: Path) -> None:
         self.worker = Worker(config, spec, directory)
 
-    def call(self, function: Callable[..., Result], *args: Any) -> Result:
-        """Run function(*args), which uses the worker."""
-        return function(*args)
+    def start(self, sample: Callable[[Tensor], object]) -> None:
+        """Prepare the workers for the first step, as start_worker does."""
+        start_worker(self.worker, sample)
+
+    @torch.inference_mode()
+    def execute(self, batch: Batch, hand_out: Callable[[Tensor, int], Tensor]) -> Tensor:
+        """Compute a batch on all ranks. Return logits [num_sampled, vocab_size].
+
+        hand_out(logits, start) receives all rows, from row number `start`, and returns those that
+        are sampled. It is called once for each `max_num_logits` rows.
+        """
+        worker = self.worker
+        sampled: list[Tensor] = []  # more than one part if the step scores long prompts
+        start = 0
+        for hidden in worker.execute(batch).split(worker.max_num_logits):
+            sampled.append(hand_out(worker.model.compute_logits(hidden), start))
+            start += len(hidden)
+        return sampled[0] if len(sampled) == 1 else torch.cat(sampled)
+
+    def synchronize(self, event: torch.cuda.Event) -> None:
+        """Wait until the device has reached `event`."""
+        event.synchronize()
 
     def raise_if_stopped(self) -> None:
         """Raise RuntimeError if nothing can be computed any more."""
@@ -103,6 +124,15 @@ class MultiRankExecutor(Executor):
         while not store.check([f"{rank} has started" for rank in range(1, size)]):
             self.raise_if_stopped(timeout=0.02)
         return store
+
+    def start(self, sample: Callable[[Tensor], object]) -> None:
+        self.call(super().start, sample)
+
+    def execute(self, batch: Batch, hand_out: Callable[[Tensor, int], Tensor]) -> Tensor:
+        return self.call(super().execute, batch, hand_out)
+
+    def synchronize(self, event: torch.cuda.Event) -> None:
+        self.call(super().synchronize, event)
 
     def call(self, function: Callable[..., Result], *args: Any) -> Result:
         """Run function(*args) in rank 0's thread, to its end even if the caller is interrupted.

@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from nanovllm.batch.batch import Batch
 from nanovllm.config import Config
-from nanovllm.layers.batch import Batch
 from nanovllm.models import weights
 from nanovllm.models.spec import ModelSpec
 from nanovllm.utils.checks import naming
@@ -83,7 +83,7 @@ def optimize(worker: Worker) -> None:
 
 def profile(worker: Worker) -> Tensor:
     """Run the largest step, in a KV cache of one block. Return its logits."""
-    allocate(worker, CachePlan(num_blocks=1), is_profile=True)
+    allocate_caches(worker, CachePlan(num_blocks=1), is_profile=True)
     return run_dummy_step(worker, find_largest_step(worker))
 
 
@@ -109,7 +109,7 @@ def fill_memory(worker: Worker) -> None:
         )
     worker.max_model_len = min(worker.max_model_len, plan.num_tokens)
     worker.max_num_batched_tokens = plan.max_num_batched_tokens
-    allocate(worker, plan)
+    allocate_caches(worker, plan)
     backend = f"{worker.backend.NAME} attention"
     worker.report(f"{worker.device}, {worker.spec.dtype}, {backend}; {plan.description}")
 
@@ -156,7 +156,7 @@ def make_step(worker: Worker) -> Callable[[Batch], Tensor]:
     return lambda batch: model(fill_pending(batch, newest_tokens), kv_caches)
 
 
-def allocate(worker: Worker, plan: CachePlan, is_profile: bool = False) -> None:
+def allocate_caches(worker: Worker, plan: CachePlan, is_profile: bool = False) -> None:
     """Replace the KV cache by one of this size.
 
     Capture CUDA graphs of short steps, which read it, where there is a GPU for them. A profile run

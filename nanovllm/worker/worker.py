@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from nanovllm.batch.batch import Batch
+from nanovllm.batch.packing import copy_to, pack, unpack
 from nanovllm.checkpoints.tensor_files import open_weights
 from nanovllm.config import MAX_DRAFT_STEP, Config
 from nanovllm.layers import attention
-from nanovllm.layers.batch import Batch
-from nanovllm.layers.packing import copy_to, pack, unpack
 from nanovllm.layers.tensor_parallel import ALONE
 from nanovllm.models import weights
 from nanovllm.models.spec import CausalLM, ModelSpec
@@ -85,7 +85,8 @@ class Worker:
         self.plan = CachePlan()  # the sizes of the KV cache, which startup.py allocates
         self.kv_caches: list[Tensor] = []  # each layer's K/V or states
         self.graphs: CudaGraphs | None = None
-        # What the newest step has sampled, at a fixed address, which CUDA graphs read.
+        # What the newest step has sampled, which stands for the pending ids of the next one. It is
+        # written on rank 0. CUDA graphs read its fixed address.
         self.newest_tokens = torch.zeros(self.max_num_logits, dtype=torch.int32, device=self.device)
 
     def load_model(self, directory: Path) -> CausalLM:
@@ -104,10 +105,6 @@ class Worker:
             else:
                 weights.load_checkpoint(model, files, self.spec.quantization.format)
         return model
-
-    def keep_tokens(self, tokens: Tensor) -> None:
-        """Keep the tokens of a step [num_rows] for the pending ids of the next one, on rank 0."""
-        self.newest_tokens[: len(tokens)] = tokens
 
     def execute(self, batch: Batch) -> Tensor:
         """As `compute`, on rank 0. The other ranks compute their shares in `serve`."""
@@ -135,10 +132,6 @@ class Worker:
         return self.model(batch, self.kv_caches)
 
     @torch.inference_mode()
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Return logits [num_rows, vocab_size] for at most `max_num_logits` rows, on rank 0."""
-        return self.model.compute_logits(hidden)
-
     def serve(self) -> None:
         """Compute this rank's share of the batches that rank 0 runs, until rank 0 disconnects."""
         while True:
@@ -147,7 +140,7 @@ class Worker:
             except RuntimeError:  # the connection has ended
                 return
             for rows in self.compute(unpack(message)).split(self.max_num_logits):
-                self.compute_logits(rows)
+                self.model.compute_logits(rows)
 
     def disconnect(self) -> None:
         """Leave the process groups.

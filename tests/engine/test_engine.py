@@ -5,6 +5,7 @@ import torch
 from conftest import check_invariants, generate_ids, greedy, random_prompt
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.llm import ProgressBar
 
 GREEDY = greedy(6)
 
@@ -78,21 +79,20 @@ def test_abort_ends_one_sample_or_a_whole_request(make_llm):
     assert llm.is_finished()
 
 
-def test_the_progress_bar_counts_requests_in_the_order_in_which_they_finish(make_llm, monkeypatch):
-    finished = []
+def test_the_progress_bar_counts_requests_when_they_finish(make_llm, monkeypatch):
+    llm = make_llm(max_num_batched_tokens=64)
+    num_left = []
 
-    def show(requests, total, unit):
-        assert (total, unit) == (4, "seq")
-        for request in requests:
-            finished.append(len(request.token_ids) - request.num_prompt_tokens)
-            yield request
+    def count_left(bar):
+        assert (bar.total, bar.unit) == (4, "seq")
+        num_left.append(len(llm.scheduler.running))
 
-    monkeypatch.setattr("nanovllm.llm.ProgressBar", show)
+    monkeypatch.setattr(ProgressBar, "update", count_left)
     nums = [8, 2, 4, 2]
     prompts = [random_prompt(num, num) for num in nums]
-    outputs = make_llm().generate(prompts, [*map(greedy, nums)], use_tqdm=True)
+    outputs = llm.generate(prompts, [*map(greedy, nums)], use_tqdm=True)
     assert [len(output["token_ids"]) for output in outputs] == nums
-    assert finished == sorted(nums)
+    assert num_left == [2, 2, 1, 0]
 
 
 def test_outputs_do_not_copy_the_prompt(llm):

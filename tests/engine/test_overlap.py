@@ -225,7 +225,7 @@ def test_the_host_works_while_the_device_computes(make, host, device, overlaps):
         assert now["host"] == num_steps * (host + device)
 
 
-def test_tokens_are_read_after_their_copy(monkeypatch):
+def test_tokens_are_read_after_their_copy(llm, monkeypatch):
     gpu = Mock()
     tokens = gpu.tokens
     monkeypatch.setattr(torch.cuda, "Event", gpu.Event)
@@ -233,14 +233,14 @@ def test_tokens_are_read_after_their_copy(monkeypatch):
     launched = [name for name, _, _ in gpu.mock_calls]
     assert launched == ["tokens.to", "Event", "Event().record"]
     tokens.to.assert_called_once_with("cpu", non_blocking=True)
-    sampled.read()
+    llm.model_runner.read(sampled)
     read = [name for name, _, _ in gpu.mock_calls[len(launched) :]]
     assert read == ["Event().synchronize", "tokens.to().tolist"]
 
 
 def test_pending_ids_are_filled_in(llm):
     worker = llm.executor.worker
-    worker.keep_tokens(torch.tensor([7, -1, 9]))  # row 1 is NaN
+    worker.newest_tokens[:3] = torch.tensor([7, -1, 9])  # row 1 is NaN
     batch = make_batch([5], [5], torch.zeros(1, 1, dtype=torch.int32))
     batch = replace(batch, input_ids=torch.tensor([5, -1, -3, 0, -2], dtype=torch.int32))
     filled = fill_pending(batch, worker.newest_tokens)

@@ -254,24 +254,24 @@ def test_an_interrupted_step_scores_no_later_prompt(make_llm, is_aborted):
     prompts = [random_prompt(length, length) for length in (12, 13)]
     expected = llm.generate(prompts, params)
     executor = llm.model_runner.executor
-    call = executor.call
+    execute = executor.execute
     late = []
 
-    def call_too_late(*task):
+    def execute_too_late(*task):
         late.append(task)
         raise KeyboardInterrupt
 
-    def call_in_order(*task):
+    def execute_in_order(*task):
         while late:
-            call(*late.pop())
-        return call(*task)
+            execute(*late.pop())
+        return execute(*task)
 
     request_ids = [llm.add_request(prompt, params) for prompt in prompts]
-    with patch.object(executor, "call", call_too_late), pytest.raises(KeyboardInterrupt):
+    with patch.object(executor, "execute", execute_too_late), pytest.raises(KeyboardInterrupt):
         llm.step()
     if is_aborted:
         llm.abort(request_ids[0])
-    with patch.object(executor, "call", call_in_order):
+    with patch.object(executor, "execute", execute_in_order):
         last = finish(llm)
     for request_id, output in list(zip(request_ids, expected))[is_aborted:]:
         for name in ("token_ids", "prompt_logprobs"):

@@ -255,7 +255,7 @@ def test_costs_of_steps_are_measured(monkeypatch, max_num_batched_tokens, launch
     clock = [0.0]
     monkeypatch.setattr(timeit, "repeat", partial(timeit.repeat, timer=lambda: clock[0]))
 
-    def execute(batch):
+    def execute(batch, hand_out):
         num_tokens = len(batch.input_ids)
         assert num_tokens <= max_num_batched_tokens
         assert batch.window_tables.shape == batch.block_tables.shape
@@ -263,15 +263,14 @@ def test_costs_of_steps_are_measured(monkeypatch, max_num_batched_tokens, launch
         return torch.zeros(len(batch.logits_indices), 1)
 
     worker = SimpleNamespace(
-        execute=execute,
-        compute_logits=lambda hidden: hidden,
         plan=CachePlan(num_lanes=3, num_window_blocks=9),
         block_size=4,
         block_table_width=16,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=64,
     )
-    assert measure_costs(worker, 4) == StepCosts(pytest.approx(per_token))
+    executor = SimpleNamespace(worker=worker, execute=execute)
+    assert measure_costs(executor, 4) == StepCosts(pytest.approx(per_token))
 
 
 def test_the_backend_limits_drafts(make_llm, monkeypatch):

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import torch
 
+from nanovllm.batch import packing
 from nanovllm.kernels.cuda import graphs
-from nanovllm.layers import packing
 from nanovllm.worker import startup
 from nanovllm.worker.dummy_steps import make_dummy_batch
 
@@ -62,7 +62,7 @@ def capture_on_the_cpu(monkeypatch, decoder, backend, batches, **options):
 def replay_on_the_cpu(monkeypatch, max_num_tokens=64):
     """Let plain engines on the CPU replay their steps, from their start on."""
 
-    allocate = startup.allocate
+    allocate = startup.allocate_caches
 
     def allocate_and_capture(worker, *args):
         allocate(worker, *args)
@@ -70,4 +70,4 @@ def replay_on_the_cpu(monkeypatch, max_num_tokens=64):
             worker.graphs = make_graphs(worker, max_num_tokens)
 
     repeat_steps(monkeypatch)
-    monkeypatch.setattr(startup, "allocate", allocate_and_capture)
+    monkeypatch.setattr(startup, "allocate_caches", allocate_and_capture)

@@ -40,13 +40,13 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.batch.packing import pack, unpack
 from nanovllm.checkpoints.quantization import INT4, INT8
 from nanovllm.engine import model_runner
 from nanovllm.kernels import kernelize, replacement
 from nanovllm.kernels.cuda import graphs, layers, linear
 from nanovllm.kernels.cuda import triton_attention as attention
 from nanovllm.layers.linear import ColumnParallelLinear
-from nanovllm.layers.packing import pack, unpack
 from nanovllm.layers.rotary import RopeSpec
 from nanovllm.layers.sampler import Sampler
 from nanovllm.layers.tensor_parallel import ALONE

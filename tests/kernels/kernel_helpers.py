@@ -12,6 +12,7 @@ import torch
 from conftest import DEVICE, make_batch, make_shape
 from torch import nn
 
+from nanovllm.batch.packing import copy_to
 from nanovllm.kernels import kernelize, replacement
 from nanovllm.kernels.cpu import layers as cpu_layers
 from nanovllm.kernels.cpu.gated_delta import FastGatedDeltaRule
@@ -19,7 +20,6 @@ from nanovllm.layers import attention as torch_backend
 from nanovllm.layers.attention import AttentionShape
 from nanovllm.layers.gated_delta import DeltaInputs, DeltaSizes, GatedDeltaRule
 from nanovllm.layers.norm import RMSNorm, ZeroCenteredRMSNorm
-from nanovllm.layers.packing import copy_to
 from nanovllm.layers.rotary import RopeSpec
 from nanovllm.layers.tensor_parallel import ALONE
 from nanovllm.models.decoder import MLP, Attention, DecoderSpec

@@ -1,12 +1,13 @@
 """Every registered attention backend matches the torch backend, which matches plain softmax.
 
-A backend that is registered in layers/backends.py is tested here without a change to this file.
+A backend that is registered in kernels/select.py is tested here without a change to this file.
 All slots that no context covers hold NaN, so that a read out of bounds shows. Without a GPU,
 Triton's kernels run in its interpreter. That cannot multiply bfloat16, which is left out.
 """
 
 from dataclasses import fields
 from types import SimpleNamespace
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -35,13 +36,13 @@ from kernel_helpers import (
     needs_compiler,
 )
 
+from nanovllm.batch import batch as batches
+from nanovllm.config import Config
 from nanovllm.kernels.cpu import attention as cpp_backend
-from nanovllm.kernels.select import report_once, select_backend
+from nanovllm.kernels.select import BACKENDS, report_once, select_backend
 from nanovllm.kernels.self_tests import check_backend
 from nanovllm.layers import attention as torch_backend
-from nanovllm.layers import batch as batches
 from nanovllm.layers.attention import AttentionShape, find_first_visible, make_cache
-from nanovllm.layers.backends import BACKENDS
 
 # num_heads, num_kv_heads, head_dim
 HEADS = [(8, 1, 16), (14, 2, 64), (6, 2, 80), (4, 2, 128), (2, 2, 256), (3, 1, 10)]
@@ -95,6 +96,11 @@ def test_backend_matches_the_torch_backend(name, dtype, batch_name, heads, block
         BATCHES[batch_name], heads, block_size, dtype, TEST_DEVICES[name], window, fills_blocks
     )
     compare_attention(load_backend(name), *step, window)
+
+
+def test_the_option_has_the_names_of_all_backends():
+    names = get_args(get_type_hints(Config)["attention_backend"])
+    assert sorted(names) == sorted(["auto", *BACKENDS])
 
 
 @pytest.mark.parametrize("name", BACKENDS)

@@ -14,10 +14,10 @@ from conftest import DEVICE, make_batch
 from kernel_helpers import CPU, make_spec, needs_compiler, needs_triton, optimize, randomize
 from torch import nn
 
+from nanovllm.batch.batch import Batch
 from nanovllm.kernels.cpu import attention as cpp_backend
 from nanovllm.layers import attention as torch_backend
 from nanovllm.layers.attention import AttentionShape
-from nanovllm.layers.batch import Batch
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import RopeSpec
 from nanovllm.layers.tensor_parallel import ALONE, TensorParallel

@@ -25,11 +25,11 @@ from families import make_family
 from graph_helpers import capture_on_the_cpu, make_graphs, repeat_steps
 from torch import nn
 
+from nanovllm.batch.packing import ARRAYS
 from nanovllm.kernels.cuda import graphs
 from nanovllm.kernels.cuda.graphs import CudaGraphs
 from nanovllm.kernels.cuda.launch import prepare
 from nanovllm.layers import attention
-from nanovllm.layers.packing import ARRAYS
 from nanovllm.worker.startup import make_step
 
 pytest.importorskip("triton", reason="triton is not installed")

@@ -29,12 +29,12 @@ from torch.testing import assert_close
 from transformers import Qwen3MoeConfig
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.batch import batch as batches
+from nanovllm.batch.packing import copy_to
 from nanovllm.kernels import replacement
 from nanovllm.kernels.cpu import attention as cpp_backend
 from nanovllm.layers import attention as torch_backend
-from nanovllm.layers import batch as batches
 from nanovllm.layers.norm import RMSNorm
-from nanovllm.layers.packing import copy_to
 from nanovllm.layers.rotary import RopeSpec
 from nanovllm.models.decoder import MLP, Attention, DecoderLayers, DecoderSpec
 from nanovllm.models.gemma3 import Gemma3Spec

@@ -16,9 +16,9 @@ from kernel_helpers import CPU, make_spec, needs_compiler, needs_triton, optimiz
 from nanovllm import SamplingParams
 from nanovllm.kernels import replacement, select, self_tests
 from nanovllm.kernels.cpu import library
+from nanovllm.kernels.select import BACKENDS
 from nanovllm.kernels.self_tests import check_backend
 from nanovllm.layers import attention as torch_backend
-from nanovllm.layers.backends import BACKENDS
 from nanovllm.models.decoder import Attention
 
 

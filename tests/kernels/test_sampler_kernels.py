@@ -12,8 +12,8 @@ from conftest import cover_pairs, make_sampling_batch
 from kernel_helpers import all_kernels, optimize
 
 from nanovllm import SamplingParams
+from nanovllm.batch.batch import SamplingBatch
 from nanovllm.kernels.self_tests import report_once
-from nanovllm.layers.batch import SamplingBatch
 from nanovllm.layers.sampler import Sampler
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16

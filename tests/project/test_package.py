@@ -12,7 +12,6 @@ from project_helpers import start
 import nanovllm
 from nanovllm import LLM, SamplingParams
 from nanovllm.layers import attention, sampler
-from nanovllm.layers.backends import BACKENDS
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.models import decoder
 
@@ -31,10 +30,10 @@ FLOORS = [  # top down; a module imports from its own floor and from lower ones
     {"models"},
     {"checkpoints"},
     {"layers", "config", "sampling_params", "text"},
+    {"batch"},
     {"utils"},
 ]
 WITHOUT_TORCH = {
-    "nanovllm.layers.backends",
     "nanovllm.engine.scheduler",
     "nanovllm.engine.block_manager",
     "nanovllm.engine.sequence",
@@ -58,8 +57,7 @@ SOURCES = read_sources()
 def find_imports(module, source):
     """Return the modules that `source` imports, also in functions and for type checkers.
 
-    Strings that name a module count, because import_module may get them. In the registry of
-    backends they count as imports of nanovllm.kernels.select.
+    Strings that name a module count, because import_module may get them.
     """
     found = set()
     for node in ast.walk(ast.parse(source)):
@@ -70,10 +68,8 @@ def find_imports(module, source):
             for alias in node.names:
                 name = f"{node.module}.{alias.name}"
                 found.add(name if name in SOURCES else node.module)
-        elif isinstance(node, ast.Constant) and module != "nanovllm.layers.backends":
+        elif isinstance(node, ast.Constant):
             found.update({node.value} & SOURCES.keys() - {"nanovllm"})
-    if module == "nanovllm.kernels.select":
-        found.update(registration.module for registration in BACKENDS.values())
     return found
 
 

@@ -2,8 +2,8 @@
 
     python tests/project/walk.py
 
-Functions are those of the package, in the order of their first call. A step back enters a file that
-the walk has left before.
+Functions are those of the package, in the order of their first call, without comprehensions. A step
+back enters a file that the walk has left before.
 """
 
 import sys
@@ -21,7 +21,8 @@ def record_walk(call):
 
     def record(frame, event, _):
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(PACKAGE):
+        is_function = not code.co_name.startswith("<")  # a comprehension, before Python 3.12
+        if event == "call" and is_function and code.co_filename.startswith(PACKAGE):
             walk[code.co_filename.removeprefix(PACKAGE + "/"), code.co_qualname] = None
 
     sys.setprofile(record)
@@ -48,8 +49,13 @@ def main():
     with LLM(DEMO_MODEL, dtype="float32", enable_kernels=False, num_kvcache_blocks=64) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=3)
         walk = record_walk(lambda: llm.generate("What is 12 + 30?", params, use_tqdm=False))
+    left = set()
+    current = None
     for file, function in walk:
-        print(f"{file:32} {function}")
+        mark = "<" if file != current and file in left else " "
+        left.add(file)
+        current = file
+        print(f"{mark} {file:32} {function}")
     files = {file for file, _ in walk}
     print(f"{len(walk)} functions, {len(files)} files, {count_steps_back(walk)} steps back")
 

@@ -155,8 +155,8 @@ WRONG_BODIES = (
     # States are read, but not written.
     WrongBody(
         7,
-        "nanovllm.benchmark.roofline:compute_roofline_seconds",
-        "2 * sizes.state",
+        "nanovllm.benchmark.roofline:compute_step_seconds",
+        "(2 if start else 1) * sizes.state",
         "sizes.state",
     ),
 )

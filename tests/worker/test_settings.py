@@ -105,7 +105,7 @@ def test_the_engine_computes_on_its_gpu_without_autocast(make_llm, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "device_index", device_index)
     parts = [
         (kernels, "select_backend"),
-        (startup, "allocate"),
+        (startup, "allocate_caches"),
         (kernels, "capture_graphs"),
         (Worker, "compute"),
         (model_runner, "make_sampling_batch"),

@@ -19,7 +19,7 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
 from nanovllm.layers.sampler import find_best
 from nanovllm.worker.dummy_steps import make_dummy_batch
-from nanovllm.worker.worker import Worker
+from nanovllm.worker.executor import Executor
 
 # Drafts must raise the predicted tokens per second by this factor. Smaller gains vanish, because
 # sequences end at different times.
@@ -60,12 +60,14 @@ class StepCosts:
         return best_count
 
 
-def measure_costs(worker: Worker, max_draft_len: int) -> StepCosts:
+def measure_costs(executor: Executor, max_draft_len: int) -> StepCosts:
     """Measure a step of one token and two larger ones. Must be called before the first request.
 
     `per_token` is the larger of both slopes, because the first draft token costs most where decodes
     replay CUDA graphs and steps with drafts do not (flash-attn).
     """
+
+    worker = executor.worker
 
     def measure(num_tokens: int) -> float:
         batch = make_dummy_batch(worker, [num_tokens])
@@ -73,7 +75,7 @@ def measure_costs(worker: Worker, max_draft_len: int) -> StepCosts:
         batch = replace(batch, logits_indices=all_rows)
 
         def run() -> None:
-            find_best(worker.compute_logits(worker.execute(batch))).tolist()
+            find_best(executor.execute(batch, lambda logits, start: logits)).tolist()
 
         # The minimum of three, because the first run of a size may compile.
         return min(timeit.repeat(run, number=1, repeat=3))

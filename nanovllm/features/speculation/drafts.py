@@ -22,7 +22,7 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.outputs import FinishReason
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
-from nanovllm.features.speculation.costs import Candidate, StepCosts, measure_costs
+from nanovllm.features.speculation.costs import Candidate, measure_costs
 from nanovllm.worker.device import engine_settings
 
 LEARNING_RATE = 0.1  # weight of the newest draft token in the acceptance rate
@@ -104,7 +104,7 @@ class Drafts(Feature):
             worker.max_model_len - 1,
         )
         with engine_settings(engine.device):
-            self.costs: StepCosts = engine.executor.call(measure_costs, worker, self.max_draft_len)
+            self.costs = measure_costs(engine.executor, self.max_draft_len)
         return super().start(engine)
 
     def reset(self) -> None:

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanovllm.batch.packing import to_device
 from nanovllm.engine.feature import Constraint
 from nanovllm.engine.outputs import FinishReason
 from nanovllm.engine.request import Request
 from nanovllm.engine.sequence import Sequence
-from nanovllm.layers.packing import to_device
 
 
 class GrammarConstraint(Constraint):

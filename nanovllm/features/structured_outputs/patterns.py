@@ -50,8 +50,10 @@ TOKEN = re.compile(
     | (?P<other> .{{1,9}} )
     """
 )
-# Two signs, see _convert, of which the second one is invalid or not held after the first one.
-MISPLACED = re.compile(r"!|[^|^]\^|\$[^|$]|[^a]\*")
+# What a group consists of, and what may come after each: "|" (also the start), the anchors, "a" for
+# what can be repeated, "*" for its repetition. A grammar holds no "^" after text, and nothing after
+# "$".
+MAY_FOLLOW = {"|": "|^$a", "^": "|^$a", "$": "|$", "a": "|$a*", "*": "|$a"}
 
 
 def convert_pattern(pattern: str) -> str:
@@ -66,9 +68,7 @@ def convert_pattern(pattern: str) -> str:
 
 def _convert(pattern: str) -> Iterator[str]:
     dot = DOT
-    # What each open group has had: "|" (also at the start), "^" or "$", "*" for a repetition, "a"
-    # for what can be repeated, and both anchors or one for a group that has them.
-    groups = [["|"]]
+    groups = [["|"]]  # what each open group has had, in the signs of MAY_FOLLOW
     for token in TOKEN.finditer(pattern):
         text = token[0]
         sign = "a"
@@ -83,8 +83,9 @@ def _convert(pattern: str) -> Iterator[str]:
                 groups.append(["|"])
                 continue
             case "close" if len(groups) > 1:
-                anchors = {"^", "$"}.intersection("".join(groups.pop()))
-                sign = "".join(sorted(anchors, reverse=True)) or "a"
+                inner = groups.pop()
+                # A group with anchors stands where these may stand.
+                sign = "".join([anchor for anchor in "^$" if anchor in inner]) or "a"
             case "sign":
                 sign = text
             case "repeat":
@@ -96,11 +97,12 @@ def _convert(pattern: str) -> Iterator[str]:
             case "atom":
                 text = _quote(_decode(text))
             case _:
-                sign = "!"
-        if MISPLACED.search(groups[-1][-1] + sign):
-            problem = "is invalid there, or no grammar holds it"
-            raise ValueError(f"{show(text)} at position {token.start()} {problem}")
-        groups[-1].append(sign)
+                sign = "!"  # follows nothing
+        for each in sign:
+            if each not in MAY_FOLLOW[groups[-1][-1]]:
+                problem = "is invalid there, or no grammar holds it"
+                raise ValueError(f"{show(text)} at position {token.start()} {problem}")
+            groups[-1].append(each)
         yield text
     if len(groups) > 1:
         raise ValueError("a group is unclosed")

@@ -8,11 +8,11 @@ therefore change no token in 16-bit dtypes either.
 import torch
 from torch import Tensor
 
+from nanovllm.batch.batch import Batch
 from nanovllm.kernels.cpu import library
 from nanovllm.kernels.cpu.library import SHORT_QUERY, load
 from nanovllm.layers.attention import AttentionShape
 from nanovllm.layers.attention import make_cache as make_cache
-from nanovllm.layers.batch import Batch
 
 NAME = "cpp"
 PREFERRED_BLOCK_SIZE = 16

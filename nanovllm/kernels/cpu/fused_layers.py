@@ -12,6 +12,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
+from nanovllm.batch.batch import Batch
 from nanovllm.kernels.cpu import attention
 from nanovllm.kernels.cpu.declarations import Blocks, Layer, Rope, Struct
 from nanovllm.kernels.cpu.elementwise import (
@@ -29,7 +30,6 @@ from nanovllm.kernels.cpu.prepacked import (
     PrepackedWeight,
 )
 from nanovllm.kernels.optimized_layer import OptimizedLayer, has_parts
-from nanovllm.layers.batch import Batch
 from nanovllm.models.decoder import CosSins, DecoderLayer, DecoderLayers
 from nanovllm.models.gemma3 import Gemma3Layer
 from nanovllm.models.olmo import OlmoAttention, OlmoLayer

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
+from nanovllm.batch.batch import Batch
 from nanovllm.kernels.cpu import declarations
 from nanovllm.kernels.cpu.elementwise import (
     FastMLP,
@@ -21,7 +22,6 @@ from nanovllm.kernels.cpu.prepacked import (
     PrepackedWeight,
 )
 from nanovllm.kernels.optimized_layer import OptimizedLayer, has_parts
-from nanovllm.layers.batch import Batch
 from nanovllm.layers.gated_delta import DeltaInputs, GatedDeltaRule
 from nanovllm.models.decoder import CosSins
 from nanovllm.models.qwen3_5 import DeltaLayer, GatedDeltaNet

@@ -7,12 +7,12 @@ runs all decoder layers in one C++ call.
 import torch
 from torch import Tensor
 
+from nanovllm.batch.batch import Filters, Noise
 from nanovllm.kernels.cpu import elementwise, fused_layers, gated_delta, loading, prepacked
 from nanovllm.kernels.cpu.library import load
 from nanovllm.kernels.cpu.library import reason_unavailable as reason_unavailable
 from nanovllm.kernels.optimized_layer import OptimizedLayer
 from nanovllm.kernels.optimized_sampler import OptimizedSampler, has_unknown_fields
-from nanovllm.layers.batch import Filters, Noise
 
 
 class FastSampler(OptimizedSampler):

@@ -7,10 +7,10 @@ import torch
 import triton
 from torch import Tensor
 
+from nanovllm.batch.batch import Batch
 from nanovllm.kernels.cuda.gated_delta_kernels import advance_states_kernel, prepare_chunks_kernel
 from nanovllm.kernels.cuda.launch import prepare
 from nanovllm.kernels.optimized_layer import OptimizedLayer
-from nanovllm.layers.batch import Batch
 from nanovllm.layers.gated_delta import DeltaInputs, GatedDeltaRule
 
 _CHUNK = 32  # not tuned on a GPU, as the numbers of warps

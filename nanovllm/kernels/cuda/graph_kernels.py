@@ -1,6 +1,6 @@
 """The first kernel of a CUDA graph. It lays out the batch of a step for the kernels after it.
 
-A step arrives as layers/packing.py packs it, without gaps. A graph reads each array at a fixed
+A step arrives as batch/packing.py packs it, without gaps. A graph reads each array at a fixed
 address. There, arrays are longer than those of the step, and block tables are as wide as
 max_model_len allows:
 

@@ -12,6 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
+from nanovllm.batch.batch import Batch
 from nanovllm.kernels.cuda import gated_delta, linear, mlp, triton_sampler
 from nanovllm.kernels.cuda.launch import prepare
 from nanovllm.kernels.cuda.layer_kernels import (
@@ -21,7 +22,6 @@ from nanovllm.kernels.cuda.layer_kernels import (
 from nanovllm.kernels.cuda.triton_attention import store_kvcache
 from nanovllm.kernels.optimized_layer import OptimizedLayer, has_parts
 from nanovllm.kernels.self_tests import find_failure
-from nanovllm.layers.batch import Batch
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.models.decoder import Attention, CosSin, CosSins, DecoderLayer, DecoderLayers
 

@@ -16,12 +16,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
+from nanovllm.batch.batch import Batch
 from nanovllm.kernels.cuda.attention_kernels import attend_kernel, combine_splits_kernel
 from nanovllm.kernels.cuda.launch import describe_gpu, prepare
 from nanovllm.layers.attention import MAX_DRAFT_LEN as MAX_DRAFT_LEN
 from nanovllm.layers.attention import AttentionShape
 from nanovllm.layers.attention import make_cache as make_cache
-from nanovllm.layers.batch import Batch
 
 NAME = "triton"
 PREFERRED_BLOCK_SIZE = 16

@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
+from nanovllm.batch.batch import Filters, Noise
 from nanovllm.kernels.optimized_sampler import OptimizedSampler, has_unknown_fields
-from nanovllm.layers.batch import Filters, Noise
 
 # Not tuned on a GPU.
 _BLOCK = 4096  # tokens of the vocabulary that a program holds at a time

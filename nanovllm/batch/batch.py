@@ -32,7 +32,7 @@ that it can be sent as one concatenated tensor.
 A negative id in `input_ids` is a pending token: ~id is its row in the step before, whose tokens the
 host has not read yet (engine/sequence.py). The worker fills it in on the device.
 
-layers/packing.py iterates over the fields to send a batch to other ranks and to copy it into CUDA
+batch/packing.py iterates over the fields to send a batch to other ranks and to copy it into CUDA
 graphs. A new field therefore needs one line below and one in make_batch. (A number, or an array of
 a new shape, also needs an entry in find_sizes of graphs.py.) An array is declared with its shape.
 `padding` is what a graph reads past the end of an array, and 0 if not given
