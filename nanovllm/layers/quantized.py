@@ -136,11 +136,15 @@ class QuantizedWeight(nn.Module):
         repeated = per_group.repeat_interleave(self.scheme.group_size, dim=-1)
         return repeated[..., : self.in_features]
 
-    # What models/weights.py needs of a weight that it fills, besides `dtype`, as a Tensor has it:
+    # What models/weights.py needs of a weight that it fills, as a Tensor has it:
 
     @property
     def shape(self) -> torch.Size:
         return torch.Size((*self.codes.shape[:-1], self.in_features))
+
+    def new_empty(self, shape: list[int]) -> Tensor:
+        """Make a float tensor of the weight's dtype and device."""
+        return self.scales.new_empty(shape, dtype=self.dtype)
 
     def __getitem__(self, index: Any) -> "QuantizedWeight":
         """Index as a tensor. Inputs can only be sliced, in whole groups."""

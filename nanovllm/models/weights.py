@@ -129,7 +129,7 @@ def init_dummy_weights(model: nn.Module, seed: int) -> None:
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed % 2**64)
     for name, parts in _find_targets(model).items():
-        full = torch.empty(parts[0].full_shape, dtype=parts[0].destination.dtype, device=device)
+        full = parts[0].destination.new_empty(parts[0].full_shape)
         if full.dim() > 1:
             full.normal_(0.0, 0.02, generator=generator)
         else:
