@@ -12,7 +12,7 @@ from nanovllm.engine.input_processor import Prompt
 from nanovllm.engine.outputs import FinishReason, RequestOutput
 from nanovllm.llm import list_prompts
 from nanovllm.server.constraints import choose_constraint, choose_tools
-from nanovllm.server.errors import JsonObject, blaming
+from nanovllm.server.errors import JsonObject
 from nanovllm.server.parameters import (
     COMPLETION,
     MAX_LOGPROBS,
@@ -20,44 +20,39 @@ from nanovllm.server.parameters import (
     read_stream_options,
     select,
 )
-from nanovllm.server.replies import Generation, Reply, Written
+from nanovllm.server.replies import Generation, Reply
 from nanovllm.server.token_texts import Token
 from nanovllm.text.detokenizer import Detokenizer
 from nanovllm.text.generated_text import GeneratedText
-from nanovllm.utils.checks import check_bool, check_int
+from nanovllm.utils.checks import check_bool, check_int, check_type
 
 DEFAULT_MAX_TOKENS = 16
 Echo = tuple[str, list[str]]  # the text of a prompt, and that of each of its tokens
 
 
 def parse_completion(model: str, body: JsonObject, llm: LLM) -> Generation:
-    """Return what a request generates, checked. `model` is its name in the reply.
-
-    Raises ApiError, mostly with the engine's message.
-    """
+    """Return what a request generates, checked. `model` is its name in the reply."""
     given = select(body, COMPLETION)
-    prompts: Any = given.get("prompt")
+    meaning = "a str, a list of token ids, or a list of these"
+    prompts = check_type("prompt", given.get("prompt"), (str, list), meaning)
     sent = list_prompts(prompts)
+    stream = read_stream_options(given)
+    is_echo = check_bool("echo", given.get("echo", False))
     logprobs: Any = given.get("logprobs")
-    with blaming(given):
-        stream = read_stream_options(given)
-        is_echo = check_bool("echo", given.get("echo", False))
-        if logprobs is not None:
-            check_int("logprobs", logprobs, 0, MAX_LOGPROBS)
-        constraint = choose_constraint(given, choose_tools(given))
-        max_tokens: Any = given.get("max_tokens", DEFAULT_MAX_TOKENS)
-        scores_only = is_echo and type(max_tokens) is int and max_tokens == 0
-        params = read_params(
-            given,
-            llm,
-            num_prompts=len(sent),
-            structured_outputs=constraint.outputs,
-            max_tokens=1 if scores_only else max_tokens,
-            logprobs=logprobs,
-            prompt_logprobs=logprobs if is_echo else None,
-        )
-    with blaming(given, "prompt", constraint.source):
-        prepared = llm.prepare_prompts(prompts, params)
+    if logprobs is not None:
+        check_int("logprobs", logprobs, 0, MAX_LOGPROBS)
+    max_tokens: Any = given.get("max_tokens", DEFAULT_MAX_TOKENS)
+    scores_only = is_echo and type(max_tokens) is int and max_tokens == 0
+    params = read_params(
+        given,
+        llm,
+        num_prompts=len(sent),
+        structured_outputs=choose_constraint(given, choose_tools(given)),
+        max_tokens=1 if scores_only else max_tokens,
+        logprobs=logprobs,
+        prompt_logprobs=logprobs if is_echo else None,
+    )
+    prepared = llm.prepare_prompts(prompts, params)
     fields = {"ends_with_prompt": scores_only, "lists_pieces": logprobs is not None}
     prepared = [prompt.with_fields(**fields) for prompt in prepared]
     reply = CompletionReply(model, stream, llm.vocabulary)
@@ -95,7 +90,7 @@ class CompletionReply(Reply):
             "text_offset": [token.offset for token in tokens],
         }
 
-    def write_text(self, written: Written, text: str, reason: FinishReason | None) -> JsonObject:
+    def write_text(self, index: int, text: str, reason: FinishReason | None) -> JsonObject:
         return {"text": text}
 
     def write_choice(self, index: int, output: RequestOutput) -> JsonObject:

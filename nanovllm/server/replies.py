@@ -5,7 +5,7 @@ completions.py and chat_completions.py have the rest. https://platform.openai.co
 
 import json
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 from uuid import uuid4
 
@@ -13,7 +13,6 @@ from nanovllm.engine.input_processor import PreparedPrompt
 from nanovllm.engine.outputs import FinishReason, RequestOutput
 from nanovllm.server.engine_thread import Outputs
 from nanovllm.server.errors import JsonObject
-from nanovllm.server.message_parser import MessageParser
 from nanovllm.server.token_texts import Token, list_tokens
 from nanovllm.text.vocabulary import Vocabulary
 
@@ -34,8 +33,6 @@ class Written:
 
     num_chars: int = 0
     num_tokens: int = 0
-    parser: MessageParser | None = None  # a chat has one
-    reasoning: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -66,7 +63,7 @@ class Reply:
         """Return the `logprobs` of new tokens."""
         raise NotImplementedError
 
-    def write_text(self, written: Written, text: str, reason: FinishReason | None) -> JsonObject:
+    def write_text(self, index: int, text: str, reason: FinishReason | None) -> JsonObject:
         """Return the fields for new text. They can replace the finish reason, which is given."""
         raise NotImplementedError
 
@@ -113,7 +110,7 @@ class Reply:
         if output["logprobs"] is not None:
             tokens = list_tokens(self.vocabulary, output, written.num_tokens)
             choice["logprobs"] = self.write_logprobs(tokens)
-        choice |= self.write_text(written, output["text"][written.num_chars :], reason)
+        choice |= self.write_text(index, output["text"][written.num_chars :], reason)
         written.num_chars = len(output["text"])
         written.num_tokens = len(output["token_ids"])
         return choice
