@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from nanovllm.utils.helpers import ForeignError, call_foreign
+from nanovllm.text.foreign_code import ForeignError, call_foreign
 
 Tokens = tuple[int, ...]
 

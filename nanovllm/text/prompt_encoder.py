@@ -6,8 +6,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from nanovllm.utils.checks import check_int, check_type, naming
-from nanovllm.utils.helpers import call_foreign
+from nanovllm.text.foreign_code import call_foreign
+from nanovllm.utils.checks import check_number, check_type, naming
 
 
 class PromptTooLong(ValueError):
@@ -57,7 +57,7 @@ class PromptEncoder:
         if not token_ids:
             raise ValueError("a prompt must have at least one token")
         for token_id in (min(token_ids), max(token_ids)):
-            check_int("each token id of a prompt", token_id, 0, self.vocab_size - 1)
+            check_number("each token id of a prompt", token_id, 0, self.vocab_size - 1)
         return token_ids
 
     def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
