@@ -41,7 +41,6 @@ from nanovllm.layers.attention import AttentionShape
 from nanovllm.layers.linear import ColumnParallelLinear
 from nanovllm.layers.quantized import Scheme, multiply
 from nanovllm.models.architectures import read_spec as read_spec
-from nanovllm.models.quantized_layers import quantize_layer
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.worker import executor, startup
 from nanovllm.worker.dummy_steps import make_dummy_batch
@@ -137,7 +136,7 @@ class Products:
             layer.requires_grad_(False)
             layer.weight.normal_(std=0.02)
             if bits < 16:
-                quantize_layer(layer, Scheme(bits, 64))
+                layer.quantize(Scheme(bits, 64))
             with self._choose((1, 4)):
                 install([linear.FastColumnParallelLinear], layer, torch.bfloat16)
             self.layers.append(layer)

@@ -13,10 +13,10 @@ from kernel_helpers import (
     randomize,
 )
 
-from nanovllm.checkpoints.quantization import INT8
 from nanovllm.kernels.cpu.gated_delta import FastDeltaLayer
 from nanovllm.kernels.cpu.linear import FastRowParallelLinear
 from nanovllm.layers.gated_delta import DeltaInputs
+from nanovllm.layers.quantized import INT8
 from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
 from nanovllm.models.qwen3_5 import DeltaLayer, Qwen35Spec
 

@@ -10,7 +10,6 @@ from conftest import make_batch
 from kernel_helpers import CPU, DTYPES, all_dtypes, make_spec, needs_compiler, quantize, randomize
 from torch.testing import assert_close
 
-from nanovllm.checkpoints.quantization import INT4, INT8
 from nanovllm.kernels import kernelize
 from nanovllm.kernels.cpu import attention as cpp_backend
 from nanovllm.kernels.cpu.decoder import FastDecoderLayers
@@ -18,7 +17,7 @@ from nanovllm.kernels.cpu.linear import FastEmbedding, PrepackedWeight
 from nanovllm.kernels.cpu.moe import FastExperts
 from nanovllm.kernels.cpu.panels import can_prepack
 from nanovllm.layers import attention as torch_backend
-from nanovllm.layers.quantized import QuantizedWeight, Scheme
+from nanovllm.layers.quantized import INT4, INT8, QuantizedWeight, Scheme
 from nanovllm.layers.tensor_parallel import ALONE
 from nanovllm.models.moe import Experts
 from nanovllm.utils.helpers import cdiv

@@ -14,7 +14,6 @@ from graph_helpers import make_graphs, repeat_steps
 from kernel_helpers import CPU, make_spec, needs_triton, randomize, triton_layers
 
 from nanovllm import LLM
-from nanovllm.checkpoints.quantization import INT8
 from nanovllm.kernels import kernelize, replacement
 from nanovllm.kernels.cuda import graphs
 from nanovllm.kernels.optimized_layer import OptimizedLayer
@@ -23,9 +22,9 @@ from nanovllm.layers import attention as torch_backend
 from nanovllm.layers.gated_delta import GatedDeltaRule
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.norm import RMSNorm
+from nanovllm.layers.quantized import INT8, QuantizableLayer
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models.decoder import MLP, Attention, DecoderLayers
-from nanovllm.models.quantized_layers import QUANTIZABLE, quantize_layer
 from nanovllm.worker.dummy_steps import make_dummy_batch, run_test_steps, sample_test_rows
 
 LINEAR = {ColumnParallelLinear, RowParallelLinear}
@@ -55,8 +54,8 @@ def make_model(backend, is_quantized=lambda name: True):
     """A model with quantized layers, and a function that computes a prompt."""
     model = randomize(make_spec(torch.float32, qk_norm=True).make_model(backend))
     for name, layer in model.named_modules():
-        if isinstance(layer, QUANTIZABLE) and is_quantized(name):
-            quantize_layer(layer, INT8)
+        if isinstance(layer, QuantizableLayer) and is_quantized(name):
+            layer.quantize(INT8)
     caches = [torch_backend.make_cache(1, 16, 1, 16, torch.float32, CPU) for _ in range(2)]
     batch = make_batch([9], [9], torch.zeros(1, 1, dtype=torch.int32))
     for tensor in (batch.input_ids, batch.positions, batch.slot_mapping):

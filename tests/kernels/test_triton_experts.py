@@ -5,7 +5,7 @@ import torch
 from conftest import DEVICE, ON_GPU
 from kernel_helpers import make_moe_spec, needs_triton, optimize, quantize, randomize
 
-from nanovllm.checkpoints.quantization import INT8
+from nanovllm.layers.quantized import INT8
 from nanovllm.layers.tensor_parallel import ALONE
 from nanovllm.models.moe import Experts
 
