@@ -43,7 +43,7 @@ from nanovllm.engine.step import Step
 from nanovllm.features.speculation.costs import StepCosts
 from nanovllm.features.speculation.drafts import Drafts
 from nanovllm.features.windows import Windows
-from nanovllm.kernels.cpu.fused_layers import FusedLayers
+from nanovllm.kernels.cpu.decoder import FastDecoderLayers
 from nanovllm.kernels.select import BACKENDS
 from nanovllm.layers import sampler
 from nanovllm.layers.attention import AttentionShape
@@ -227,13 +227,13 @@ def demo():
 def layer_calls(monkeypatch):
     """How many layers each call of the C++ kernels computes."""
     calls = []
-    compute = FusedLayers._compute
+    compute = FastDecoderLayers._compute
 
     def record(layers, first, kv_caches, *args, **options):
         calls.append(len(kv_caches))
         compute(layers, first, kv_caches, *args, **options)
 
-    monkeypatch.setattr(FusedLayers, "_compute", record)
+    monkeypatch.setattr(FastDecoderLayers, "_compute", record)
     return calls
 
 

@@ -235,8 +235,8 @@ EVENINGS = (
             nanovllm.layers.quantized:QuantizedWeight.quantize
             nanovllm.layers.quantized:QuantizedWeight.dequantize
             nanovllm.worker.cache_plan:find_budget
-            nanovllm.worker.cache_plan:count_lane_bytes
-            nanovllm.worker.cache_plan:count_lanes
+            nanovllm.worker.cache_plan:CachePlanner.count_lane_bytes
+            nanovllm.worker.cache_plan:CachePlanner.count_lanes
             nanovllm.benchmark.roofline:compute_step_seconds
         """.split(),
         tests=(

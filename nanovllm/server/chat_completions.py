@@ -22,7 +22,7 @@ from nanovllm.server.parameters import (
     select,
 )
 from nanovllm.server.replies import Generation, Reply
-from nanovllm.server.token_texts import ChatTexts
+from nanovllm.server.token_texts import Token
 from nanovllm.text.chat_template import Tool, uses_tools
 from nanovllm.text.detokenizer import Detokenizer
 from nanovllm.text.vocabulary import END_THINK, THINK, Vocabulary
@@ -56,7 +56,7 @@ def parse_chat(model: str, parses_reasoning: bool, body: JsonObject, llm: LLM) -
         includes_reasoning=includes_reasoning,
         num_top=num_top,
     )
-    return Generation([reply.show_tags(prompt) for prompt in prompts], reply)
+    return Generation([reply.prepare(prompt) for prompt in prompts], reply)
 
 
 def find_last_tag(given: JsonObject, prompt: list[int], vocabulary: Vocabulary) -> str:
@@ -149,21 +149,30 @@ class ChatReply(Reply):
         self.has_tags = self.parses_reasoning or len(self.tools.tools) > 0
         self.parsers: dict[int, MessageParser] = {}  # of choices, if there are tags
 
-    def show_tags(self, prompt: PreparedPrompt) -> PreparedPrompt:
-        """Return a prompt whose requests have text with the tags that the parser needs.
-
-        Some tokenizers have special tokens for them, which are left out of the text.
-        """
-        tokenizer: Any = self.vocabulary.tokenizer  # without one, there are no chats
-        hidden_ids = self.vocabulary.hidden_ids
-        if not self.has_tags or hidden_ids == self.vocabulary.special_ids:
+    def prepare(self, prompt: PreparedPrompt) -> PreparedPrompt:
+        """Return a prompt whose outputs have what the reply is made of."""
+        prompt = prompt.with_fields(lists_pieces=prompt.params.logprobs is not None)
+        if not self.has_tags:
             return prompt
-        stops = prompt.params.stop_strings
-        detokenizer = Detokenizer(tokenizer, prompt.token_ids, stops, hidden_ids)
+        # Tags can be special tokens, which the text has only here.
+        vocabulary = self.vocabulary
+        detokenizer = Detokenizer(vocabulary.tokenizer, prompt.token_ids, vocabulary.hidden_ids)
         return prompt.with_fields(detokenizer=detokenizer)
 
-    def make_texts(self, prompt_token_ids: list[int]) -> ChatTexts:
-        return ChatTexts(self.vocabulary, prompt_token_ids, self.num_top)
+    def write_logprobs(self, tokens: list[Token]) -> JsonObject:
+        content: list[JsonObject] = []
+        for token in tokens:
+            described = {
+                name: {
+                    "token": name,
+                    "logprob": logprob,
+                    "bytes": list(self.vocabulary.read_bytes(token.candidates[name])),
+                }
+                for name, logprob in token.logprobs.items()
+            }
+            top = list(described.values())[: self.num_top]
+            content.append({**described[token.name], "top_logprobs": top})
+        return {"content": content}
 
     def write_text(self, index: int, text: str, reason: FinishReason | None) -> JsonObject:
         choice: JsonObject = {}

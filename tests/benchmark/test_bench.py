@@ -21,12 +21,12 @@ from nanovllm.benchmark import roofline
 from nanovllm.benchmark.engines import NanoVLLM
 from nanovllm.benchmark.roofline import PeakRates
 from nanovllm.benchmark.workloads import Request
-from nanovllm.checkpoints.formats import FP8, GPTQ, PackedFormat
-from nanovllm.checkpoints.quantization import INT4, INT8, Quantization
+from nanovllm.checkpoints.quantization import FP8, GPTQ, Quantization
 from nanovllm.kernels import bench as kernels_bench
 from nanovllm.kernels.bench import TOLERANCES
 from nanovllm.kernels.self_tests import BatchShape, compare_with_torch
 from nanovllm.layers import attention as reference
+from nanovllm.layers.quantized import INT4, INT8
 from nanovllm.models.architectures import read_spec
 
 SIZES = ["--num-seqs", "5", "--input-len", "4", "20", "--output-len", "2", "5"]
@@ -284,7 +284,7 @@ def test_roofline_counts_what_the_option_quantizes():
 
     of_option = Quantization(INT4, INT8)
     assert count(replace(of_option, format=FP8())) == count(of_option) < count(Quantization())
-    kept = PackedFormat(**GPTQ, scheme=INT8, bits=8, group_size=128, is_symmetric=True)
+    kept = GPTQ(bits=8, group_size=128, is_symmetric=True)
     assert count(of_option) < count(replace(of_option, format=kept)) < count(Quantization())
 
 

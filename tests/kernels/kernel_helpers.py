@@ -21,12 +21,12 @@ from nanovllm.layers import attention as torch_backend
 from nanovllm.layers.attention import AttentionShape
 from nanovllm.layers.gated_delta import DeltaInputs, DeltaSizes, GatedDeltaRule
 from nanovllm.layers.norm import RMSNorm, ZeroCenteredRMSNorm
+from nanovllm.layers.quantized import QuantizableLayer
 from nanovllm.layers.rotary import RopeSpec
 from nanovllm.layers.tensor_parallel import ALONE
 from nanovllm.models.decoder import MLP, Attention, DecoderSpec
 from nanovllm.models.moe import MoESpec
 from nanovllm.models.olmo import HeadsNorm, OlmoNorm
-from nanovllm.models.quantized_layers import QUANTIZABLE, quantize_layer
 from nanovllm.utils.helpers import cdiv
 
 CPU = torch.device("cpu")
@@ -157,8 +157,8 @@ def randomize(module):
 def quantize(module, scheme):
     """Quantize all matrices of `module`."""
     for layer in list(module.modules()):
-        if isinstance(layer, QUANTIZABLE):
-            quantize_layer(layer, scheme)
+        if isinstance(layer, QuantizableLayer):
+            layer.quantize(scheme)
     return module
 
 

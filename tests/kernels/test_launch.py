@@ -23,8 +23,7 @@ from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.quantized import Scheme
 
 pytest.importorskip("triton", reason="triton is not installed")
-from nanovllm.kernels.cuda import launch, layers, mlp
-from nanovllm.kernels.cuda import triton_attention as attention
+from nanovllm.kernels.cuda import attention, decoder, launch, moe
 
 DTYPES = [torch.float32, torch.float16]
 
@@ -78,7 +77,7 @@ def run_norms(dtype):
         weight = torch.ones(size, dtype=dtype, device=DEVICE)
         for x in make_views((3, size), dtype):
             for branch in (None, *make_views((3, size), dtype)):
-                layers.add_rms_norm(x, branch, weight, 1e-6)
+                decoder.add_rms_norm(x, branch, weight, 1e-6)
 
 
 def run_attention(dtype):
@@ -95,7 +94,7 @@ def run_attention(dtype):
             width = (num_heads + 2 * num_kv_heads) * head_dim
             for qkv in make_views((num_tokens, width), dtype):
                 for each in (None, norm):
-                    layers.rotate_and_store(qkv, each, each, (angles, angles), kv_cache, slots)
+                    decoder.rotate_and_store(qkv, each, each, (angles, angles), kv_cache, slots)
                 key = qkv.unflatten(1, (-1, head_dim))[:, num_heads : num_heads + num_kv_heads]
                 attention.store_kvcache(key, key.contiguous(), kv_cache, slots)
 
@@ -127,7 +126,7 @@ def run_experts(dtype):
     for num_rows in (3, 6):
         for x in make_views((num_rows, 16), dtype):
             for each in (None, scales):
-                mlp._multiply(x, weight, each, pairs, starts, 16)
+                moe._multiply(x, weight, each, pairs, starts, 16)
 
 
 @needs_triton
@@ -142,11 +141,11 @@ def run_experts(dtype):
                 "attend_kernel",
                 "combine_splits_kernel",
                 "rotate_and_store_kernel",
-                "_store_kvcache_kernel",
+                "store_kvcache_kernel",
             },
         ),
-        (run_quantized, {"_multiply_kernel"}),
-        (run_experts, {"_multiply_experts_kernel"}),
+        (run_quantized, {"multiply_kernel"}),
+        (run_experts, {"multiply_experts_kernel"}),
         (run_gated_delta, {"prepare_chunks_kernel", "advance_states_kernel"}),
     ],
 )
