@@ -16,14 +16,13 @@ import json
 import sys
 from argparse import ArgumentParser
 from contextlib import ExitStack, redirect_stdout
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
 from nanovllm.benchmark import latency, report, roofline
 from nanovllm.benchmark.arguments import list_variants, make_parser, open_model
-from nanovllm.benchmark.engines import Engine, start_engine
+from nanovllm.benchmark.engines import ENGINES, Engine, NanoVLLM
 from nanovllm.benchmark.runs import time_runs
 from nanovllm.benchmark.workloads import WORKLOADS
 from nanovllm.utils.helpers import run_program
@@ -34,8 +33,7 @@ def main(argv: list[str] | None = None) -> None:
         argv = sys.argv[1:]
     parser = make_parser()
     args = parser.parse_args(argv)
-    default = "nano-vllm" if torch.cuda.is_available() else "quick"
-    workload = WORKLOADS[args.workload or default]
+    workload = WORKLOADS[args.workload]
     stdout = sys.stdout
     with redirect_stdout(sys.stderr if args.json else stdout):
         for title, line in workload.lines.items():
@@ -52,16 +50,17 @@ def main(argv: list[str] | None = None) -> None:
 def measure(parser: ArgumentParser, arguments: list[str]) -> dict[str, Any]:
     """Measure what a command line asks for, with engines of its own. Return the figures."""
     args = parser.parse_args(arguments)
-    with TemporaryDirectory() as scratch, ExitStack() as stack:
+    with ExitStack() as stack:
         try:
             variants = list_variants(args)
-            checkpoint, spec = open_model(args, variants, scratch)
+            checkpoint, spec = open_model(args.model, variants)
             options, *_ = variants.values()
             # Before the engines take the memory that this needs.
             peak = roofline.measure_peak_rates(torch.device(options["device"]), spec.dtype)
             engines: dict[str, Engine] = {}
             for name, options in variants.items():
-                engines[name] = start_engine(name, checkpoint, options, args.nano_vllm)
+                make_engine = ENGINES.get(name, NanoVLLM)  # or a policy of nanovllm
+                engines[name] = make_engine(checkpoint, options, args.nano_vllm)
                 stack.callback(engines[name].exit)
         except (OSError, TypeError, ValueError) as error:
             parser.error(str(error))

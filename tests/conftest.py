@@ -43,7 +43,7 @@ from nanovllm.engine.step import Step
 from nanovllm.features.speculation.costs import StepCosts
 from nanovllm.features.speculation.drafts import Drafts
 from nanovllm.features.windows import Windows
-from nanovllm.kernels.cpu.fused_layers import FusedLayers
+from nanovllm.kernels.cpu.decoder import FastDecoderLayers
 from nanovllm.kernels.select import BACKENDS
 from nanovllm.layers import sampler
 from nanovllm.layers.attention import AttentionShape
@@ -76,7 +76,19 @@ if ON_GPU:
     DEFAULTS["device"] = "cpu"
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """With -n, give each process a half of the tests in order, and the rest of the slower one.
+
+    By default processes take turns, so that both start the server and the engine of each file.
+    """
+    if config.option.dist == "load":
+        return importlib.import_module("xdist.scheduler").WorkStealingScheduling(config, log)
+    return None
+
+
 def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.path.name != "test_compiled.py")  # a minute for one test
     for item in items:
         if item.get_closest_marker("gpu") and not ON_GPU:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
@@ -215,13 +227,13 @@ def demo():
 def layer_calls(monkeypatch):
     """How many layers each call of the C++ kernels computes."""
     calls = []
-    compute = FusedLayers._compute
+    compute = FastDecoderLayers._compute
 
     def record(layers, first, kv_caches, *args, **options):
         calls.append(len(kv_caches))
         compute(layers, first, kv_caches, *args, **options)
 
-    monkeypatch.setattr(FusedLayers, "_compute", record)
+    monkeypatch.setattr(FastDecoderLayers, "_compute", record)
     return calls
 
 

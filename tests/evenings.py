@@ -235,9 +235,9 @@ EVENINGS = (
             nanovllm.layers.quantized:QuantizedWeight.quantize
             nanovllm.layers.quantized:QuantizedWeight.dequantize
             nanovllm.worker.cache_plan:find_budget
-            nanovllm.worker.cache_plan:count_lane_bytes
-            nanovllm.worker.cache_plan:count_lanes
-            nanovllm.benchmark.roofline:compute_roofline_seconds
+            nanovllm.worker.cache_plan:CachePlanner.count_lane_bytes
+            nanovllm.worker.cache_plan:CachePlanner.count_lanes
+            nanovllm.benchmark.roofline:compute_step_seconds
         """.split(),
         tests=(
             "tests/layers/test_tensor_parallel.py",

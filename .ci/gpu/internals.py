@@ -23,17 +23,17 @@ if not ON_GPU:
 from nanovllm import LLM, kernels
 from nanovllm.benchmark.report import describe_hardware as describe_hardware
 from nanovllm.benchmark.report import find_versions as find_versions
-from nanovllm.benchmark.roofline import count_decode as count_decode
-from nanovllm.benchmark.roofline import count_prefill as count_prefill
+from nanovllm.benchmark.roofline import count_attention as count_attention
 from nanovllm.benchmark.roofline import find_sizes as find_sizes
 from nanovllm.benchmark.roofline import measure_peak_rates as measure_peak_rates
-from nanovllm.benchmark.shapes import SHAPES as SHAPES
+from nanovllm.benchmark.workloads import SHAPES as SHAPES
+from nanovllm.checkpoints.checkpoint import read_config as read_config
 from nanovllm.engine import model_runner
 from nanovllm.engine.model_runner import Sampled as Sampled
 from nanovllm.kernels.bench import TOLERANCES, time_call
+from nanovllm.kernels.cuda import attention as attention
 from nanovllm.kernels.cuda import graphs, linear
-from nanovllm.kernels.cuda import triton_attention as attention
-from nanovllm.kernels.cuda import triton_sampler as fast_sampler
+from nanovllm.kernels.cuda import sampler as fast_sampler
 from nanovllm.kernels.replacement import install
 from nanovllm.kernels.self_tests import BatchShape, compare_with_torch
 from nanovllm.layers import sampler
@@ -41,7 +41,6 @@ from nanovllm.layers.attention import AttentionShape
 from nanovllm.layers.linear import ColumnParallelLinear
 from nanovllm.layers.quantized import Scheme, multiply
 from nanovllm.models.architectures import read_spec as read_spec
-from nanovllm.models.quantized_layers import quantize_layer
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.worker import executor, startup
 from nanovllm.worker.dummy_steps import make_dummy_batch
@@ -137,7 +136,7 @@ class Products:
             layer.requires_grad_(False)
             layer.weight.normal_(std=0.02)
             if bits < 16:
-                quantize_layer(layer, Scheme(bits, 64))
+                layer.quantize(Scheme(bits, 64))
             with self._choose((1, 4)):
                 install([linear.FastColumnParallelLinear], layer, torch.bfloat16)
             self.layers.append(layer)
@@ -259,11 +258,11 @@ def time_start(clock: Callable[[], float]) -> Iterator[dict[str, list[float]]]:
     "MB of graphs" is memory of the driver, beside that of torch.
     """
     parts: dict[str, list[float]] = {"MB of graphs": []}
-    capture_graphs = kernels.capture_graphs
+    make_cuda_graphs = kernels.make_cuda_graphs
 
     def capture_and_measure(*args, **options) -> graphs.CudaGraphs | None:
         before = count_driver_bytes()
-        captured = capture_graphs(*args, **options)
+        captured = make_cuda_graphs(*args, **options)
         parts["MB of graphs"].append((count_driver_bytes() - before) / 1e6)
         return captured
 
@@ -271,12 +270,12 @@ def time_start(clock: Callable[[], float]) -> Iterator[dict[str, list[float]]]:
         "Worker": executor,
         "optimize": startup,
         "profile": startup,
-        "capture_graphs": kernels,
+        "make_cuda_graphs": kernels,
         "run_dummy_step": startup,
         "sample_each_kind": model_runner.ModelRunner,
     }
     with ExitStack() as stack:
-        stack.enter_context(patch.object(kernels, "capture_graphs", capture_and_measure))
+        stack.enter_context(patch.object(kernels, "make_cuda_graphs", capture_and_measure))
         for name, owner in owners.items():
             parts[name] = []
             timed = _timed(getattr(owner, name), clock, parts[name])

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from tempfile import TemporaryDirectory
+from pathlib import Path
 from unittest.mock import patch
 
 import torch
@@ -30,12 +30,12 @@ from internals import (
     ON_GPU,
     SHAPES,
     Sampled,
-    count_decode,
-    count_prefill,
+    count_attention,
     describe_hardware,
     find_sizes,
     measure_peak_rates,
     only_decodes_replay_graphs,
+    read_config,
     read_spec,
 )
 from torch.profiler import ProfilerActivity, profile
@@ -62,7 +62,7 @@ NUM_PREFILLS = 10
 NUM_PROFILED_STEPS = 8
 NUM_ABORTED = 4  # decodes that make room for prompts
 HARDWARE = describe_hardware(DEVICE)
-SIZES = find_sizes(read_spec(SHAPES[WORKLOAD.model], torch.bfloat16, 1))
+SIZES = find_sizes(read_spec(read_config(Path(SHAPES[WORKLOAD.model])), torch.bfloat16, 1))
 PEAK = measure_peak_rates(DEVICE, torch.bfloat16)
 random_ids = random.Random(0)
 Step = Callable[[], object]
@@ -71,15 +71,13 @@ Measure = Callable[[str, Step, int, float | None], None]
 
 
 def make_engine() -> LLM:
-    with TemporaryDirectory() as folder:
-        SHAPES[WORKLOAD.model].save_pretrained(folder)
-        return LLM(
-            folder,
-            load_format="dummy",
-            device=DEVICE.type,
-            max_num_seqs=max(WORKLOAD.num_seqs),
-            max_model_len=2048,
-        )
+    return LLM(
+        SHAPES[WORKLOAD.model],
+        load_format="dummy",
+        device=DEVICE.type,
+        max_num_seqs=max(WORKLOAD.num_seqs),
+        max_model_len=2048,
+    )
 
 
 def add(llm: LLM, prompt_len: int, max_tokens: int) -> int:
@@ -174,8 +172,8 @@ def run_decodes(llm: LLM, num_seqs: int, measure: Measure) -> None:
     for _ in range(3):
         llm.step()
     context_len = WORKLOAD.context_len + number // 2
-    _, elements = count_decode(SIZES, [context_len] * num_seqs)
-    numbers = SIZES.matrices + SIZES.head + elements
+    _, elements = count_attention(SIZES, [(context_len - 1, context_len)] * num_seqs)
+    numbers = SIZES.dense + SIZES.head + elements
     floor_ms = 1e3 * 2 * numbers / PEAK.bytes_per_second  # of 2 bytes each
     measure(f"decode {num_seqs} x {WORKLOAD.context_len}", llm.step, number, floor_ms)
     if num_seqs == max(WORKLOAD.num_seqs):
@@ -193,7 +191,8 @@ def run_decodes(llm: LLM, num_seqs: int, measure: Measure) -> None:
 
 def run_prefill(llm: LLM, prompt_len: int, measure: Measure) -> None:
     step = partial(add_and_step, llm, prompt_len)
-    flops = 2 * (SIZES.matrices * prompt_len + SIZES.head) + count_prefill(SIZES, prompt_len)
+    flops, _ = count_attention(SIZES, [(0, prompt_len)])
+    flops += 2 * (SIZES.dense * prompt_len + SIZES.head)
     floor_ms = 1e3 * flops / PEAK.flops_per_second
     compare(llm, f"prefill 1 x {prompt_len}", step, NUM_PREFILLS, floor_ms, measure)
 

@@ -24,7 +24,8 @@ from graph_helpers import lay_out
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from nanovllm.kernels import replacement
-from nanovllm.kernels.cuda import graphs, triton_attention
+from nanovllm.kernels.cuda import attention as triton_attention
+from nanovllm.kernels.cuda import graphs
 from nanovllm.layers import attention
 
 runtime = ctypes.CDLL(os.environ["SIMULATED_GPU"])

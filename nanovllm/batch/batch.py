@@ -36,7 +36,7 @@ batch/packing.py iterates over the fields to send a batch to other ranks and to 
 graphs. A new field therefore needs one line below and one in make_batch. (A number, or an array of
 a new shape, also needs an entry in find_sizes of graphs.py.) An array is declared with its shape.
 `padding` is what a graph reads past the end of an array, and 0 if not given
-(kernels/cuda/graph_kernels.py). Numbers are fixed when a graph is captured, see graphs.py.
+(kernels/cuda/graphs_kernels.py). Numbers are fixed when a graph is captured, see graphs.py.
 
 Noise and Filters say how to sample. They go to the sampler only, on rank 0.
 """

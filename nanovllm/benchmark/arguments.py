@@ -2,13 +2,11 @@
 
 import argparse
 from collections.abc import Iterable
-from pathlib import Path
 
 import torch
 
 from nanovllm.benchmark.engines import ENGINES, Options
-from nanovllm.benchmark.shapes import SHAPES
-from nanovllm.benchmark.workloads import WORKLOADS
+from nanovllm.benchmark.workloads import SHAPES, WORKLOADS
 from nanovllm.checkpoints.checkpoint import Checkpoint
 from nanovllm.config import Config
 from nanovllm.engine.scheduler import POLICIES
@@ -26,19 +24,9 @@ def positive_int(text: str) -> int:
     return check_int("number", int(text), 1, 10**6)
 
 
-def assignment(text: str) -> tuple[str, object]:
-    name, _, value = text.partition("=")
-    return name, parse_value(value)
-
-
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description="Measure the throughput of nanovllm and other engines on random prompts.",
-        epilog=(
-            "Default on a GPU: --workload nano-vllm (qwen3-0.6b, 256 requests, 100 to 1024 prompt"
-            " tokens, 100 to 1024 output tokens). Default on a CPU: quick, which takes less than a"
-            " minute (small, 32 requests, 32 to 256 prompt tokens, 32 to 256 output tokens)."
-        ),
     )
     add = parser.add_argument
     add(
@@ -47,8 +35,12 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add(
         "--workload",
-        choices=list(WORKLOADS),
-        help="options that measure what other projects publish; options after it replace them",
+        choices=WORKLOADS,
+        default="nano-vllm" if torch.cuda.is_available() else "quick",
+        help=(
+            "options that measure what other projects publish, which other options replace"
+            " (default: nano-vllm on a GPU, and on a CPU quick, which takes less than a minute)"
+        ),
     )
     add("--num-seqs", type=positive_int, default=1, help="number of requests")
     add(
@@ -78,20 +70,21 @@ def make_parser() -> argparse.ArgumentParser:
         "--engine",
         nargs="+",
         default=["nanovllm"],
-        choices=list(ENGINES),
+        choices=ENGINES,
         help="engines to compare, which divide the GPU's memory equally (default: nanovllm)",
     )
     add("--nano-vllm", default="", metavar="PATH", help="checkout, for --engine nano-vllm")
     add(
         "--set",
-        type=assignment,
         action="append",
         default=[],
         metavar="NAME=VALUE",
         help="option of nanovllm's LLM, can be repeated",
     )
-    add("--dtype", help="the same as --set dtype=DTYPE")
-    add("--quantization", help="the same as --set quantization=QUANTIZATION")
+    for name in ("dtype", "quantization"):
+        setting = f"{name}={{}}".format
+        shown = setting(name.upper())
+        add(f"--{name}", type=setting, dest="set", action="append", help=f"short for --set {shown}")
     add(
         "--request-rate",
         type=float,
@@ -130,16 +123,17 @@ def list_variants(args: argparse.Namespace) -> dict[str, Options]:
     for low, high in (args.input_len, args.output_len):
         check_int("LO of --input-len or --output-len", low, 1, high)
     SamplingParams(temperature=args.temperature)  # raises an error for an invalid value
-    given = {name: value for name, value in args.set if value != "auto"}
-    for name in ("dtype", "quantization"):
-        if vars(args)[name]:
-            given[name] = vars(args)[name]
+    given: Options = {}
+    for assignment in args.set:
+        name, _, value = assignment.partition("=")
+        if value != "auto":
+            given[name] = parse_value(value)
     longest = args.cached_prefix + args.shared_prefix + args.input_len[1] + args.output_len[1]
-    for name, chosen in variants.items():
+    for title, chosen in variants.items():
         chosen["max_model_len"] = longest
         for option in chosen.keys() & given.keys():
             raise ValueError(f"--set {option}: bench.py chooses this option, leave it out of --set")
-        variants[name] = {
+        variants[title] = {
             "device": "cuda" if torch.cuda.is_available() else "cpu",
             "load_format": "dummy" if args.model in SHAPES else "auto",
             # The engines divide the GPU's memory equally.
@@ -165,19 +159,13 @@ def list_policies(token_budgets: Iterable[int]) -> dict[str, Options]:
     return policies
 
 
-def open_model(
-    args: argparse.Namespace, variants: dict[str, Options], scratch: str
-) -> tuple[Checkpoint, ModelSpec]:
-    """Open a checkpoint, or a built-in shape, whose config is written to `scratch`.
+def open_model(model: str, variants: dict[str, Options]) -> tuple[Checkpoint, ModelSpec]:
+    """Open a checkpoint, or a built-in shape.
 
     Sets the dtype of all variants, because other engines would choose another one.
     """
-    model = args.model
-    if model in SHAPES:
-        model = str(Path(scratch, model))
-        SHAPES[args.model].save_pretrained(model)
     options, *_ = variants.values()
-    config = Config.from_options(model, **options)
+    config = Config.from_options(SHAPES.get(model, model), **options)
     checkpoint = Checkpoint.open(config)
     for options in variants.values():
         options["dtype"] = str(checkpoint.dtype).removeprefix("torch.")

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from importlib import import_module
@@ -39,18 +40,21 @@ class Engine:
     """An engine that can be timed."""
 
     description: str
-    stats: dict[str, int] = {}  # noqa: RUF012  from the last run
 
     def run(self, requests: list[Request]) -> list[list[int]]:
         """Return the generated token ids of each request."""
         raise NotImplementedError
+
+    def read_stats(self) -> dict[str, int]:
+        """Return counters of all runs."""
+        return {}
 
     def exit(self) -> None:
         """Release memory, if dropping the engine does not."""
 
 
 class NanoVLLM(Engine):
-    def __init__(self, checkpoint: Checkpoint, options: Options) -> None:
+    def __init__(self, checkpoint: Checkpoint, options: Options, _: str) -> None:
         self.llm = LLM(str(checkpoint.directory), **options)
         # The parts that its speed depends on.
         worker = self.llm.executor.worker
@@ -59,12 +63,11 @@ class NanoVLLM(Engine):
         )
 
     def run(self, requests: list[Request]) -> list[list[int]]:
-        before: Any = self.llm.stats
-        token_ids = generate(self.llm, SamplingParams, requests)
-        after: Any = self.llm.stats
-        names = ("num_cached_tokens", "num_preemptions")
-        self.stats = {name: after[name] - before[name] for name in names}
-        return token_ids
+        return generate(self.llm, SamplingParams, requests)
+
+    def read_stats(self) -> dict[str, int]:
+        stats = self.llm.stats
+        return {name: stats[name] for name in ("num_cached_tokens", "num_preemptions")}
 
     def exit(self) -> None:
         self.llm.exit()
@@ -83,7 +86,7 @@ class Transformers(Engine):
 
     description = "sdpa attention, one static batch"
 
-    def __init__(self, checkpoint: Checkpoint, options: Options) -> None:
+    def __init__(self, checkpoint: Checkpoint, options: Options, _: str) -> None:
         self.device = options["device"]
         kind = {"dtype": checkpoint.dtype, "attn_implementation": "sdpa"}
         if options["load_format"] == "dummy":
@@ -119,7 +122,7 @@ class Transformers(Engine):
 class VLLM(Engine):
     description = "vLLM's defaults for all other options"
 
-    def __init__(self, checkpoint: Checkpoint, options: Options) -> None:
+    def __init__(self, checkpoint: Checkpoint, options: Options, _: str) -> None:
         os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
         import vllm
 
@@ -184,15 +187,10 @@ def run_checkout(requests: list[Request]) -> list[list[int]]:
     return generate(_checkout, import_module("nanovllm").SamplingParams, requests)
 
 
-ENGINES = ("nanovllm", "transformers", "vllm", "nano-vllm")
-
-
-def start_engine(name: str, checkpoint: Checkpoint, options: Options, nano_vllm: str) -> Engine:
-    """Start one of ENGINES, or nanovllm with a policy of that name."""
-    if name == "transformers":
-        return Transformers(checkpoint, options)
-    if name == "vllm":
-        return VLLM(checkpoint, options)
-    if name == "nano-vllm":
-        return NanoVLLMCheckout(checkpoint, options, nano_vllm)
-    return NanoVLLM(checkpoint, options)
+# By name. An engine is made from a checkpoint, options of LLM, and the path of a nano-vLLM.
+ENGINES: dict[str, Callable[[Checkpoint, Options, str], Engine]] = {
+    "nanovllm": NanoVLLM,
+    "transformers": Transformers,
+    "vllm": VLLM,
+    "nano-vllm": NanoVLLMCheckout,
+}

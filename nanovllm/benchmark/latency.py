@@ -11,6 +11,7 @@ shows in its tail. Sarathi-Serve (Agrawal et al. 2024) calls itl "time between t
 """
 
 import time
+from bisect import bisect
 
 import numpy as np
 
@@ -33,20 +34,19 @@ def draw_arrivals(num_requests: int, rate: float) -> list[float]:
     return (times * (num_requests / rate / times[-1])).tolist()
 
 
-def serve(llm: LLM, requests: list[Request], arrivals: list[float]) -> list[list[float]]:
+def serve(llm: LLM, requests: list[Request], rate: float) -> list[list[float]]:
     """Serve each request from its arrival on.
 
     Returns for each request the seconds of its arrival and of every step that gave it tokens.
     A request that arrives during a step is added after the step, and its wait counts.
     """
+    arrivals = draw_arrivals(len(requests), rate)
     times = [[arrival] for arrival in arrivals]
     times_of: dict[int, list[float]] = {}  # by request id
     start = time.perf_counter()
     while len(times_of) < len(requests) or not llm.is_finished():
-        now = time.perf_counter() - start
-        for index in range(len(times_of), len(requests)):
-            if arrivals[index] > now:
-                break
+        num_arrived = bisect(arrivals, time.perf_counter() - start)
+        for index in range(len(times_of), num_arrived):
             params = requests[index].make_params(SamplingParams)
             request_id = llm.add_request(requests[index].prompt, params)
             times_of[request_id] = times[index]
@@ -63,8 +63,8 @@ def summarize(requests: list[Request], times: list[list[float]]) -> dict[str, fl
         seconds["itl"] += np.diff(steps).tolist()
         if request.num_tokens > 1:
             seconds["tpot"].append((steps[-1] - steps[0]) / (request.num_tokens - 1))
-    summary: dict[str, float] = {}
-    for metric, values in seconds.items():
-        for percent in PERCENTILES:
-            summary[f"p{percent}_{metric}_ms"] = 1000 * np.percentile(values or [0.0], percent)
-    return summary
+    return {
+        f"p{percent}_{metric}_ms": 1000 * np.percentile(values or [0.0], percent)
+        for metric, values in seconds.items()
+        for percent in PERCENTILES
+    }

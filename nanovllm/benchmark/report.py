@@ -20,6 +20,7 @@ from nanovllm.benchmark.runs import Run
 
 # Columns of the table, which are made from the figures of a run.
 THROUGHPUT = {
+    "engine and run": "{engine} {run}",
     "prompt tokens": "{prompt_tokens}",
     "output tokens": "{output_tokens}",
     "seconds": "{seconds:.3f}",
@@ -28,6 +29,7 @@ THROUGHPUT = {
     "% of roofline": "{share_of_roofline:.1%}",
 }
 LATENCY = {
+    "policy": "{engine}",
     "requests/s": "{request_rate:g}",
     "output tok/s": "{output_tokens_per_second:.1f}",
     "ttft p50/90/99": "{p50_ttft_ms:.0f}/{p90_ttft_ms:.0f}/{p99_ttft_ms:.0f}",
@@ -84,10 +86,11 @@ def report_runs(runs: Iterable[Run], has_rates: bool) -> dict[str, Any]:
     Return the same figures.
     """
     columns = LATENCY if has_rates else THROUGHPUT
-    print("\n" + " " * 26 + "".join(f"{title:>16}" for title in columns))
+    print()
+    print_row(columns)
     ended: list[Run] = []
     for run in runs:
-        print_row(run, columns)
+        print_run(run, columns)
         ended.append(run)
     figures: dict[str, Any] = {"runs": [run.figures() for run in ended]}
     if has_rates:
@@ -99,7 +102,7 @@ def report_runs(runs: Iterable[Run], has_rates: bool) -> dict[str, Any]:
         median = replace(own[-1], run="median", seconds=seconds)
         medians.append(median)
         if len(own) > 1:
-            print_row(median, columns)
+            print_run(median, columns)
     first, *others = medians
     ratios = {f"{first.engine}/{other.engine}": other.seconds / first.seconds for other in others}
     for pair, ratio in ratios.items():
@@ -107,9 +110,12 @@ def report_runs(runs: Iterable[Run], has_rates: bool) -> dict[str, Any]:
     return figures | {"medians": [median.figures() for median in medians], "ratios": ratios}
 
 
-def print_row(run: Run, columns: dict[str, str]) -> None:
+def print_run(run: Run, columns: dict[str, str]) -> None:
     figures = run.figures()
-    cells = [f"{template.format_map(figures):>16}" for template in columns.values()]
-    stats = [f"  {name} {value}" for name, value in run.stats.items() if value]
-    label = run.engine if run.latencies else f"{run.engine} {run.run}"
-    print(f"{label:26}", *cells, *stats, sep="", flush=True)
+    counters = [f"  {name} {value}" for name, value in run.stats.items() if value]
+    print_row([template.format_map(figures) for template in columns.values()], *counters)
+
+
+def print_row(cells: Iterable[str], *rest: str) -> None:
+    label, *others = cells
+    print(f"{label:26}", *[f"{cell:>16}" for cell in others], *rest, sep="", flush=True)

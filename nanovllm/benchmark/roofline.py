@@ -30,7 +30,7 @@ Then this column says nothing: compare tok/s."""
 class PeakRates(NamedTuple):
     bytes_per_second: float
     flops_per_second: float
-    matmul_dtype: str  # dtype of the measured GEMMs
+    matmul_dtype: torch.dtype  # of the measured GEMMs
 
     def __str__(self) -> str:
         bandwidth = f"{self.bytes_per_second / 1e9:.4g} GB/s"
@@ -39,9 +39,7 @@ class PeakRates(NamedTuple):
 
 def measure_peak_rates(device: torch.device, dtype: torch.dtype) -> PeakRates:
     """Measure memory bandwidth and GEMMs, for a model in `dtype`."""
-    flops_per_second, matmul_dtype = find_matmul_rate(device, dtype)
-    name = str(matmul_dtype).removeprefix("torch.")
-    return PeakRates(measure_bandwidth(device), flops_per_second, name)
+    return PeakRates(measure_bandwidth(device), *find_matmul_rate(device, dtype))
 
 
 def measure_bandwidth(device: torch.device) -> float:
@@ -86,83 +84,76 @@ def time_best(statement: str, **tensors: Tensor) -> float:
 
 
 class ModelSizes(NamedTuple):
-    matrices: int  # weights of the linear layers that a token uses, without the head
+    dense: int  # weights of the linear layers that every token uses, without the head
     experts: int  # weights of all experts
     used_share: float  # of the experts, by one token
     head: int  # weights of the output head
     state: int  # elements of recurrent states for each sequence
     attention: Counter[AttentionShape]  # number of layers of each shape
 
+    def count_used(self, num_tokens: int) -> float:
+        """Return how many weights at least one of the tokens uses, without the head.
+
+        Their expected number is that of tokens that choose experts at random.
+        """
+        return self.dense + self.experts * (1 - (1 - self.used_share) ** num_tokens)
+
 
 def find_sizes(spec: ModelSpec) -> ModelSizes:
     with torch.device("meta"):
         model = spec.make_model(attention)
-    shapes = list(filter(None, map(spec.attention_shape, range(spec.num_layers))))
-    matrices = 0
+    dense = 0
     experts = 0
-    used_share = 0.0
     head = 0
     for layer in model.modules():
         if isinstance(layer, Linear):
-            matrices += layer.weight.numel()
+            dense += layer.weight.numel()
         elif isinstance(layer, Embedding):  # the last one is the head
             head = layer.weight.numel()
         elif isinstance(layer, Experts):
-            assert isinstance(spec, MoESpec)
-            num_weights = sum(parameter.numel() for parameter in layer.parameters())
-            matrices += num_weights * spec.num_experts_per_tok // spec.num_experts
-            experts += num_weights
-            used_share = spec.num_experts_per_tok / spec.num_experts
+            experts += sum(map(Tensor.numel, layer.parameters()))
+    used_share = 1.0
+    if isinstance(spec, MoESpec):
+        used_share = spec.num_experts_per_tok / spec.num_experts
+    shapes = Counter(filter(None, map(spec.attention_shape, range(spec.num_layers))))
     return ModelSizes(
-        matrices=matrices,
+        dense=dense,
         experts=experts,
         used_share=used_share,
         head=head,
-        state=(spec.num_layers - len(shapes)) * spec.state_size,
-        attention=Counter(shapes),
+        state=(spec.num_layers - shapes.total()) * spec.state_size,
+        attention=shapes,
     )
 
 
-def count_read_matrices(sizes: ModelSizes, num_tokens: int) -> float:
-    """Return how many weights a step reads, without the head.
-
-    Of the experts, these are the ones that at least one token uses. Their expected number is that
-    of tokens that choose at random.
-    """
-    unused_share = (1 - sizes.used_share) ** num_tokens
-    return sizes.matrices + sizes.experts * (1 - sizes.used_share - unused_share)
+Span = tuple[int, int]  # the positions of the tokens of a sequence that a step computes: start, end
 
 
-def count_prefill(sizes: ModelSizes, num_tokens: int) -> float:
-    """Return the FLOPs of attention in a prefill of `num_tokens`, in all layers.
+def count_attention(sizes: ModelSizes, spans: list[Span]) -> tuple[float, int]:
+    """Return FLOPs and read elements of K/V of attention in a step, in all layers.
 
-    A query attends to the tokens up to its own, in half of all pairs of tokens, or to a window.
+    A query attends to the tokens up to its own, or to those in a window. Each sequence reads the
+    K/V of earlier steps, also those that it shares with others.
     """
     flops = 0.0
-    for shape, num_layers in sizes.attention.items():
-        visible = min(num_tokens, shape.window or num_tokens)
-        num_pairs = visible * (num_tokens - visible / 2)
-        flops += num_layers * _count_pair_flops(shape) * num_pairs
-    return flops
-
-
-def count_decode(sizes: ModelSizes, context_lens: list[int]) -> tuple[int, int]:
-    """Return FLOPs and read elements of K/V of attention in a decode step, in all layers.
-
-    Each sequence reads its own context, also what it shares with others.
-    """
-    flops = 0
     elements = 0
     for shape, num_layers in sizes.attention.items():
-        num_pairs = sum([min(each, shape.window or each) for each in context_lens])
-        flops += num_layers * _count_pair_flops(shape) * num_pairs
-        elements += num_layers * 2 * shape.num_kv_heads * shape.head_dim * num_pairs
+        num_pairs = 0
+        num_read = 0
+        for start, end in spans:
+            window = shape.window or end
+            num_pairs += _count_pairs(end, window) - _count_pairs(start, window)
+            num_read += min(start, window - 1)
+        # A pair of a query and a token costs query * key and weight * value.
+        flops += num_layers * 2 * 2 * shape.num_heads * shape.head_dim * num_pairs
+        elements += num_layers * 2 * shape.num_kv_heads * shape.head_dim * num_read
     return flops, elements
 
 
-def _count_pair_flops(shape: AttentionShape) -> int:
-    """Return the FLOPs of a query and a token it attends to: query * key, weight * value."""
-    return 2 * 2 * shape.num_heads * shape.head_dim
+def _count_pairs(num_tokens: int, window: int) -> int:
+    """Return the number of pairs of one of the first `num_tokens` and a token it attends to."""
+    visible = min(num_tokens, window)
+    return visible * (visible + 1) // 2 + visible * (num_tokens - visible)
 
 
 def compute_roofline_seconds(
@@ -174,45 +165,45 @@ def compute_roofline_seconds(
 ) -> float:
     """Compute the minimum seconds for `requests`: one prefill, then the fewest decode steps.
 
-        prefill        2 * matrices * tokens + 2 * head * prompts + attention, in FLOPs
-                       matrices + head, in elements to read
-        decode step i  of the requests with more than i output tokens, whose contexts have i tokens
-                       more than their prompts:
-                       2 * (matrices + head) * sequences + attention, in FLOPs
-                       matrices (of experts, those of all sequences) + head + K/V, in elements to
-                       read, of which quantized weights take fewer bytes
-                       2 * bytes of recurrent states * sequences, to read and to write
+    A shared prefix is computed once, without what is cached of it before the requests arrive.
+    Decode step i computes a token of each request with more than i output tokens.
+    """
+    starts = [cached_prefix] + [shared_prefix] * (len(requests) - 1)
+    steps = [[(start, len(request.prompt)) for start, request in zip(starts, requests)]]
+    for step in range(1, max(request.num_tokens for request in requests)):
+        ends = [len(each.prompt) + step for each in requests if each.num_tokens > step]
+        steps.append([(end - 1, end) for end in ends])
+    sizes = find_sizes(spec)
+    return sum(compute_step_seconds(spec, sizes, spans, peak) for spans in steps)
 
-    A step is bound by FLOPs or by bandwidth, whichever takes longer. A shared prefix is computed
-    once, without what is cached of it before the requests arrive. The FLOPs of a recurrent state
+
+def compute_step_seconds(
+    spec: ModelSpec, sizes: ModelSizes, spans: list[Span], peak: PeakRates
+) -> float:
+    """Compute the minimum seconds for one step, in which each sequence samples a token.
+
+        FLOPs    2 * matrices * tokens + 2 * head * sequences + attention
+        bytes    matrices (of experts, those of all tokens) + head, where quantized weights take
+                 fewer bytes, + K/V of earlier steps
+                 + recurrent states, which are written, and read except in a sequence's first step
+
+    A step is bound by FLOPs or by bandwidth, whichever takes longer. The FLOPs of a recurrent state
     are few and are not counted.
     """
-    sizes = find_sizes(spec)
-    num_repeats = len(requests) - 1
-    lengths = [len(request.prompt) for request in requests]
-    num_tokens = sum(lengths) - shared_prefix * num_repeats - cached_prefix
-    flops: float = 2 * sizes.matrices * num_tokens + 2 * sizes.head * len(requests)
-    flops += sum(count_prefill(sizes, length) for length in lengths)
-    flops -= count_prefill(sizes, shared_prefix) * num_repeats + count_prefill(sizes, cached_prefix)
-    num_weights = sizes.matrices + sizes.head
-    # Weights whose codes are read as floats are quantized by the option, as in models/weights.py.
+    num_tokens = sum(end - start for start, end in spans)
+    flops, elements = count_attention(sizes, spans)
+    flops += 2 * sizes.count_used(1) * num_tokens + 2 * sizes.head * len(spans)
     quantization = spec.quantization
-    stored = None if quantization.format is None else quantization.format.scheme
-    bytes_per_weight = _count_bytes(1, stored or quantization.linear, spec.dtype)
-    head_bytes = _count_bytes(sizes.head, quantization.head, spec.dtype)
-    num_bytes = head_bytes + bytes_per_weight * count_read_matrices(sizes, num_tokens)
-    seconds = max(flops / peak.flops_per_second, num_bytes / peak.bytes_per_second)
-    for step in range(1, max(request.num_tokens for request in requests)):
-        running = [request for request in requests if request.num_tokens > step]
-        context_lens = [len(request.prompt) + step for request in running]
-        flops, elements = count_decode(sizes, context_lens)
-        flops += 2 * num_weights * len(running)
-        num_bytes = head_bytes + elements * spec.dtype.itemsize
-        num_bytes += bytes_per_weight * count_read_matrices(sizes, len(running))
-        num_bytes += 2 * sizes.state * torch.float32.itemsize * len(running)
-        seconds += max(flops / peak.flops_per_second, num_bytes / peak.bytes_per_second)
-    return seconds
+    # Weights whose codes are read as floats are quantized by the option, as in models/weights.py.
+    stored = quantization.format and quantization.format.scheme
+    linear = stored or quantization.linear
+    num_bytes = _count_bytes(sizes.count_used(num_tokens), linear, spec.dtype)
+    num_bytes += _count_bytes(sizes.head, quantization.head, spec.dtype)
+    num_bytes += elements * spec.dtype.itemsize
+    for start, _ in spans:
+        num_bytes += (2 if start else 1) * sizes.state * torch.float32.itemsize
+    return max(flops / peak.flops_per_second, num_bytes / peak.bytes_per_second)
 
 
-def _count_bytes(num_weights: int, scheme: Scheme | None, dtype: torch.dtype) -> float:
-    return num_weights * (dtype.itemsize if scheme is None else scheme.bytes_per_weight)
+def _count_bytes(num_weights: float, scheme: Scheme | None, dtype: torch.dtype) -> float:
+    return num_weights * (scheme.bytes_per_weight if scheme else dtype.itemsize)

@@ -46,50 +46,51 @@ def time_runs(
     args: Namespace, spec: ModelSpec, engines: dict[str, Engine], peak: PeakRates
 ) -> Iterator[Run]:
     """Time each engine `args.repeat` times, or once for each of `args.request_rate`."""
+    cached_prefix = args.cached_prefix
+    shared_prefix = cached_prefix + args.shared_prefix
+    requests = make_requests(args, spec.vocab_size, run=0)
     warm_up = [
-        Request(prompt[args.cached_prefix :], min(num_tokens, 8), temperature)
-        for prompt, num_tokens, temperature in make_requests(args, spec.vocab_size, run=0)[:8]
+        each._replace(prompt=each.prompt[cached_prefix:], num_tokens=min(each.num_tokens, 8))
+        for each in requests[:8]
     ]
     for engine in engines.values():
         engine.run(warm_up)
+    # The same in all runs, which differ in token ids only.
+    prompt_tokens = sum(len(each.prompt) - cached_prefix for each in requests)
+    output_tokens = sum(each.num_tokens for each in requests)
+    least = compute_roofline_seconds(spec, requests, shared_prefix, cached_prefix, peak)
     for number, rate in enumerate(args.request_rate or [None] * args.repeat, start=1):
         requests = make_requests(args, spec.vocab_size, number)
-        cached = Request(requests[0].prompt[: args.cached_prefix], 1)
+        cached = Request(requests[0].prompt[:cached_prefix], 1)
         # In turn, so that a change of the machine's speed affects all engines.
         for name, engine in engines.items():
             # The second request leaves the snapshot of a model with recurrent states.
-            for _ in range(2 if cached.prompt else 0):
+            for _ in range(2 if cached_prefix else 0):
                 engine.run([cached])
-            if rate is None:
-                seconds = time_run(engine, requests)
-                latencies = {}
-            else:
-                assert isinstance(engine, NanoVLLM)
-                arrivals = latency.draw_arrivals(len(requests), rate)
-                times = latency.serve(engine.llm, requests, arrivals)
-                seconds = max(steps[-1] for steps in times)
-                latencies = latency.summarize(requests, times)
+            before = engine.read_stats()
+            seconds, latencies = time_run(engine, requests, rate)
+            after = engine.read_stats()
             yield Run(
                 engine=name,
                 run=number,
                 request_rate=rate,
-                prompt_tokens=sum(len(each.prompt) - args.cached_prefix for each in requests),
-                output_tokens=sum(each.num_tokens for each in requests),
+                prompt_tokens=prompt_tokens,
+                output_tokens=output_tokens,
                 seconds=seconds,
-                roofline_seconds=compute_roofline_seconds(
-                    spec,
-                    requests,
-                    args.cached_prefix + args.shared_prefix,
-                    args.cached_prefix,
-                    peak,
-                ),
-                stats=engine.stats,
+                roofline_seconds=least,
+                stats={counter: after[counter] - before[counter] for counter in after},
                 latencies=latencies,
             )
 
 
-def time_run(engine: Engine, requests: list[Request]) -> float:
-    """Submit all requests. Return the seconds until the last one has finished."""
+def time_run(
+    engine: Engine, requests: list[Request], rate: float | None
+) -> tuple[float, dict[str, float]]:
+    """Return the seconds until the last request has finished, and with a rate the latencies."""
+    if rate is not None:
+        assert isinstance(engine, NanoVLLM)
+        times = latency.serve(engine.llm, requests, rate)
+        return max(steps[-1] for steps in times), latency.summarize(requests, times)
     start = time.perf_counter()
     outputs = engine.run(requests)
     seconds = time.perf_counter() - start
@@ -99,4 +100,4 @@ def time_run(engine: Engine, requests: list[Request]) -> float:
                 f"{engine.description}: a request for {request.num_tokens} tokens returned"
                 f" {len(output)}"
             )
-    return seconds
+    return seconds, {}

@@ -10,7 +10,15 @@ Some command lines have the names of llama-bench:
 
 import random
 from argparse import Namespace
+from pathlib import Path
 from typing import Any, NamedTuple
+
+# Checkpoints without weights, by name. Sizes that a config.json does not have are the defaults of
+# transformers, which are those of a released model.
+#   qwen3-moe            about 1/30 of Qwen3-30B-A3B: 1.0 billion parameters, 0.2 active per token
+#   qwen3-0.2b           the dense model of the active size, as wide as the 8 experts of a token
+#   qwen3.5-35b-a3b-4l   4 of the 40 layers of Qwen3.5-35B-A3B
+SHAPES = {path.name: str(path) for path in sorted(Path(__file__).with_name("shapes").iterdir())}
 
 
 class Workload(NamedTuple):

@@ -2,7 +2,6 @@
 
 checkpoint.py    opens a checkpoint: config.json, the tokenizer, generation_config.json, the dtype
 tensor_files.py  safetensors files, strictly
-quantization.py  settings of quantized checkpoints
-formats.py       how each format stores codes, scales and zeros
+quantization.py  which layers are quantized, and the formats of codes
 demo_model/      the checkpoint in the package
 """

@@ -76,8 +76,8 @@ class InputProcessor:
                 stop_token_ids |= eos_token_ids
             # Ids above the vocabulary cannot be sampled, and have no logit to ban.
             valid_ids = frozenset(i for i in stop_token_ids if i < self.encoder.vocab_size)
-            if self.encoder.tokenizer is not None and "detokenizer" not in fields:
-                detokenizer = Detokenizer(self.encoder.tokenizer, token_ids, params.stop_strings)
+            if "detokenizer" not in fields:
+                detokenizer = Detokenizer(self.encoder.tokenizer, token_ids)
                 fields = {**fields, "detokenizer": detokenizer}
             for index in range(params.n):
                 seq_id = next(self.ids)

@@ -4,7 +4,7 @@ layers/ and models/ make the model and load its weights, and do not know this pa
 layer object changes its class. Its weights, its hooks and its place in the model stay as they are,
 and no constructor runs again. This is safe under four rules:
 
-1. The object is of exactly the class that the subclass `replaces`, and no attribute of it hides one
+1. The object is of exactly the class that the subclass replaces, and no attribute of it hides one
    of its class. Otherwise code of a reader, a subclass or a patched method, would have no effect.
 2. `convert` runs once, after the assignment, in place of a constructor. It makes every attribute
    that the subclass adds. If this subclass cannot replace this layer, it returns False before it
@@ -26,12 +26,15 @@ from torch.nn.modules import module as torch_module
 
 
 class OptimizedLayer(nn.Module):
-    """Mixin for an optimized subclass of a layer."""
+    """Mixin for an optimized subclass of a layer. The last base is the class that it replaces."""
 
     replaces: ClassVar[type[nn.Module]]  # exactly this class, and no subclass of it
     # The parts that it computes without calling them, as in `has_parts`, with optimized classes.
     parts: ClassVar[Mapping[str, Any]] = {}
     dtype: torch.dtype  # the model's, set by `install`
+
+    def __init_subclass__(cls) -> None:
+        cls.replaces = cls.__bases__[-1]
 
     def convert(self) -> bool:
         """Convert the weights of a layer whose class was just replaced.

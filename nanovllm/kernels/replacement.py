@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from nanovllm.kernels.optimized_layer import OptimizedLayer, install, uninstall
-from nanovllm.kernels.self_tests import Call, check_call, record_calls, succeeds
+from nanovllm.kernels.self_tests import RecordedCall, check_call, record_calls, succeeds
 from nanovllm.layers.quantized import QuantizedWeight
 from nanovllm.utils.helpers import report
 
@@ -41,7 +41,7 @@ def kernelize(
     optimized = find_optimized_layers(device.type, dtype)
     simple = [each for each in optimized if not each.parts]
     fused = [each for each in optimized if each.parts]
-    calls: list[Call] = []
+    calls: list[RecordedCall] = []
     if run is not None and optimized:
         calls = record_calls(model, run, {each.replaces for each in optimized})
     # An MLP comes before its projections, so that it can still take their weights.
@@ -55,7 +55,7 @@ def kernelize(
     return [each.__name__ for each in dict.fromkeys(replaced)]
 
 
-def remove_failing_layers(model: nn.Module, calls: list[Call]) -> None:
+def remove_failing_layers(model: nn.Module, calls: list[RecordedCall]) -> None:
     """Repeat calls of layers that were replaced. Where one fails, uninstall its class everywhere.
 
     All calls are made, also those of a layer that was uninstalled, because all ranks must make the

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm.kernels.self_tests import check_backend, find_failure, report_once
+from nanovllm.kernels.self_tests import catch_failure, check_backend, report_once
 from nanovllm.layers.attention import AttentionShape, Backend
 
 
@@ -23,7 +23,7 @@ class Registration(NamedTuple):
 # works, so a backend after it is used only if it is requested by name.
 BACKENDS = {
     "flash_attn": Registration("nanovllm.kernels.cuda.flash_attn", ("cuda",)),
-    "triton": Registration("nanovllm.kernels.cuda.triton_attention", ("cuda",)),
+    "triton": Registration("nanovllm.kernels.cuda.attention", ("cuda",)),
     "cpp": Registration("nanovllm.kernels.cpu.attention", ("cpu",)),
     "torch": Registration("nanovllm.layers.attention", ("cpu", "cuda")),
 }
@@ -48,24 +48,32 @@ def select_backend(
         try:
             backend = import_module(BACKENDS[candidate].module)
             size = block_size or backend.PREFERRED_BLOCK_SIZE
-            reason = None
             for shape in shapes:
-                reason = (
-                    reason
-                    or find_unknown_field(backend, shape)
-                    or backend.reason_unavailable(device, dtype, shape, size)
-                )
-                if reason is None and device.type == "cuda":
-                    reason = find_failure(check_backend, backend, device, dtype, shape, size)
-        except ImportError as error:
-            reason = str(error)
-        if reason is None:
-            if candidate == "torch" and reasons:
-                kind = "which is slower with many or long sequences"
-                report_once(f"using plain torch attention, {kind}: {'; '.join(reasons)}")
-            return backend, size
-        reasons.append(f"attention_backend={candidate!r} cannot run here: {reason}")
+                check_layer(backend, device, dtype, shape, size)
+        except (ImportError, NotImplementedError) as error:
+            reasons.append(f"attention_backend={candidate!r} cannot run here: {error}")
+            continue
+        if candidate == "torch" and reasons:
+            kind = "which is slower with many or long sequences"
+            report_once(f"using plain torch attention, {kind}: {'; '.join(reasons)}")
+        return backend, size
     raise ValueError("; ".join(reasons))
+
+
+def check_layer(
+    backend: Backend,
+    device: torch.device,
+    dtype: torch.dtype,
+    shape: AttentionShape,
+    block_size: int,
+) -> None:
+    """Raise NotImplementedError if a backend cannot compute layers of this shape here."""
+    reason = find_unknown_field(backend, shape)
+    reason = reason or backend.reason_unavailable(device, dtype, shape, block_size)
+    if reason is None and device.type == "cuda":
+        reason = catch_failure(check_backend, backend, device, dtype, shape, block_size)
+    if reason is not None:
+        raise NotImplementedError(reason)
 
 
 def find_unknown_field(backend: Backend, shape: AttentionShape) -> str | None:

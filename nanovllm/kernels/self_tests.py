@@ -32,7 +32,7 @@ from nanovllm.utils.helpers import cdiv, report
 report_once = cache(report)
 
 
-def find_failure(run: Callable[..., object], *arguments: object) -> str | None:
+def catch_failure(run: Callable[..., object], *arguments: object) -> str | None:
     """Run some kernels. Return why they fail, or None.
 
     Triton needs a C compiler on the host, and a wheel may lack code for this GPU. Only a run shows
@@ -47,7 +47,7 @@ def find_failure(run: Callable[..., object], *arguments: object) -> str | None:
 
 def succeeds(name: str, plain: str, run: Callable[..., object], *arguments: object) -> bool:
     """Return whether run(*arguments) raises nothing. If not, print that `plain` replaces `name`."""
-    reason = find_failure(run, *arguments)
+    reason = catch_failure(run, *arguments)
     if reason is not None:
         report(f"{name} is replaced by {plain}, which is slower; please report this: {reason}")
     return reason is None
@@ -142,7 +142,7 @@ def compare_with_torch(
 # --- Layers
 
 
-class Call(NamedTuple):
+class RecordedCall(NamedTuple):
     """A call of a layer: what it received, and what it returned and wrote."""
 
     run: Callable[..., Tensor]
@@ -152,7 +152,9 @@ class Call(NamedTuple):
 
 
 @torch.inference_mode()
-def record_calls(model: nn.Module, run: Callable[[], object], kinds: set[type]) -> list[Call]:
+def record_calls(
+    model: nn.Module, run: Callable[[], object], kinds: set[type]
+) -> list[RecordedCall]:
     """Return the first call of each of these classes of layers in each step of `run()`.
 
     A step is a call of `model`. In a step, calls of parts come before those of the whole. Layers of
@@ -160,7 +162,7 @@ def record_calls(model: nn.Module, run: Callable[[], object], kinds: set[type]) 
     because these run other kernels.
     """
     inputs: dict[object, tuple[Any, ...]] = {}
-    steps: list[dict[object, Call]] = []
+    steps: list[dict[object, RecordedCall]] = []
 
     def find_key(layer: nn.Module) -> object:
         weight = getattr(layer, "weight", None)
@@ -177,7 +179,7 @@ def record_calls(model: nn.Module, run: Callable[[], object], kinds: set[type]) 
     def end(layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         key = find_key(layer)
         if type(layer) in kinds and key not in steps[-1]:
-            steps[-1][key] = Call(layer, inputs[key], output, deepcopy(args))
+            steps[-1][key] = RecordedCall(layer, inputs[key], output, deepcopy(args))
 
     with ExitStack() as hooks:  # removes them
         for layer in model.modules():
@@ -188,7 +190,7 @@ def record_calls(model: nn.Module, run: Callable[[], object], kinds: set[type]) 
 
 
 @torch.inference_mode()
-def check_call(call: Call) -> None:
+def check_call(call: RecordedCall) -> None:
     """Raise RuntimeError if a call returns or writes other numbers, up to what rounding explains.
 
     Rounding can change a few token ids. The error of what is written is relative to the change,

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.layers.linear import Target
-from nanovllm.layers.quantized import multiply
+from nanovllm.layers.quantized import QuantizableLayer, multiply
 from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
 from nanovllm.utils.helpers import cdiv
 
 
-class Embedding(nn.Module):
+class Embedding(QuantizableLayer):
     """Looks up rows of `weight` [vocab_size, hidden_size]. As the output head it computes logits.
 
     The vocabulary is sharded over the ranks. If the ranks do not divide it, the last rows are

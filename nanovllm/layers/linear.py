@@ -12,12 +12,12 @@ into one matrix, so that one GEMM computes them:
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from nanovllm.layers.quantized import QuantizedWeight, multiply
+from nanovllm.layers.quantized import QuantizableLayer, QuantizedWeight, multiply
 from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
 
 
@@ -52,7 +52,15 @@ class Target:
         return (*matrix, *[slice(None)] * self.dim, slice(self.start, end))
 
 
-class Linear(nn.Module):
+class Source(NamedTuple):
+    """Rows of a checkpoint tensor."""
+
+    tensor: str
+    start: int
+    num_rows: int
+
+
+class Linear(QuantizableLayer):
     """y = x W^T + b, with one rank's shard of W."""
 
     weight: Any  # a Parameter, or a QuantizedWeight in its place
@@ -80,10 +88,7 @@ class ColumnParallelLinear(Linear):
 
     `parts` are the names of checkpoint tensors, with full output sizes. Each rank gets a shard of
     every part, in whole units of `unit` features, such as heads. Parts with the same name are
-    consecutive rows of one tensor (Qwen3.5's in_proj_qkv), in each of `num_groups` groups of its
-    rows. With two groups and two parts, its rows are those of
-
-        part 0, first half | part 1, first half | part 0, second half | part 1, second half
+    consecutive rows of one tensor (Qwen3.5's in_proj_qkv).
     """
 
     def __init__(
@@ -94,37 +99,27 @@ class ColumnParallelLinear(Linear):
         dtype: torch.dtype,
         tp: TensorParallel = ALONE,
         unit: int = 1,
-        num_groups: int = 1,
     ) -> None:
-        # This rank's shard of each part, and where it starts.
-        shard_sizes, starts = zip(*[tp.divide(full_size, unit) for _, full_size in parts])
+        shards = [tp.divide(full_size, unit) for _, full_size in parts]
+        shard_sizes = [size for size, _ in shards]
         super().__init__(in_features, sum(shard_sizes), bias, dtype, tp)
-        self.projections = parts
         self.shard_sizes = shard_sizes
-        self.starts = starts
-        self.num_groups = num_groups
+        self.sources: list[Source] = []  # where this rank's rows come from, in their order
+        self.full_sizes = Counter[str]()  # the rows of each tensor
+        for (tensor, full_size), (size, start) in zip(parts, shards):
+            self.sources.append(Source(tensor, self.full_sizes[tensor] + start, size))
+            self.full_sizes[tensor] += full_size
 
     def targets(self, name: str) -> Iterator[tuple[str, Target]]:
         parent = name.rpartition(".")[0]
-        full_sizes = Counter[str]()  # rows of each tensor
-        for part, full_size in self.projections:
-            full_sizes[part] += full_size
         row = 0
-        before = Counter[str]()  # rows of a tensor that belong to earlier parts
-        shards = zip(self.projections, self.shard_sizes, self.starts)
-        for (part, full_size), size, start in shards:
-            rows_per_group = full_size // self.num_groups
-            step = min(size, rows_per_group)
-            for place in range(start, start + size, step):
-                group, row_in_group = divmod(place, rows_per_group)
-                first = (group * full_sizes[part] + before[part]) // self.num_groups + row_in_group
-                rows = slice(row, row + step)
-                full = full_sizes[part]
-                yield f"{parent}.{part}.weight", Target(self.weight[rows], 0, first, full)
-                if self.bias is not None:
-                    yield f"{parent}.{part}.bias", Target(self.bias[rows], 0, first, full)
-                row += step
-            before[part] += full_size
+        for tensor, start, num_rows in self.sources:
+            rows = slice(row, row + num_rows)
+            full_size = self.full_sizes[tensor]
+            yield f"{parent}.{tensor}.weight", Target(self.weight[rows], 0, start, full_size)
+            if self.bias is not None:
+                yield f"{parent}.{tensor}.bias", Target(self.bias[rows], 0, start, full_size)
+            row += num_rows
 
     def forward(self, x: Tensor) -> Tensor:
         return self.multiply(x, self.bias)

@@ -14,8 +14,15 @@ float16, bfloat16 or float32, and no smaller dtype holds all of these.
 This is plain torch and the specification of all kernels: a layer dequantizes its weight to the
 model's dtype and multiplies by it. Activations, K/V and biases are not quantized.
 
-Where weights are loaded, a QuantizedWeight takes the place of a tensor. `copy_` quantizes, so the
-float weights of a model are never all in memory at once.
+checkpoints/quantization.py decides which layers are quantized, before their memory is allocated. A
+QuantizedWeight then takes the place of the Parameter:
+
+    QuantizableLayer.quantize(scheme) -> QuantizedWeight.empty_like(parameter, scheme)
+    loading                           -> weight.copy_(float tensor)      `quantize`, then copy
+                                         weight.copy_(QuantizedWeight)   copy stored codes
+    a layer's `multiply`              -> weight.dequantize()
+
+`copy_` quantizes, so the float weights of a model are never all in memory at once.
 
 References: Frantar et al. 2022 (GPTQ); Lin et al. 2023 (AWQ); llama.cpp's Q4_1 and Q8_0.
 """
@@ -41,6 +48,11 @@ class Scheme:
     def bytes_per_weight(self) -> float:
         """Bytes of a code, and its fraction of the scale and the zero of its group."""
         return self.bits / 8 + (4 + 2) / self.group_size
+
+
+# Those of the option `quantization`.
+INT8 = Scheme(bits=8, group_size=128)
+INT4 = Scheme(bits=4, group_size=64)
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
@@ -124,7 +136,7 @@ class QuantizedWeight(nn.Module):
         repeated = per_group.repeat_interleave(self.scheme.group_size, dim=-1)
         return repeated[..., : self.in_features]
 
-    # What models/weights.py needs of a weight that it fills, as a Tensor has it.
+    # What models/weights.py needs of a weight that it fills, as a Tensor has it:
 
     @property
     def shape(self) -> torch.Size:
@@ -157,6 +169,23 @@ class QuantizedWeight(nn.Module):
             rows = slice(start, start + rows_at_once)
             part = source[rows].to(self.codes.device)
             self[rows].copy_(QuantizedWeight.quantize(part, self.scheme))
+
+
+class QuantizableLayer(nn.Module):
+    """A layer whose matrices can be quantized, because it multiplies by them with `multiply`."""
+
+    targets: Any  # a method that yields where checkpoint tensors go, as in layers/linear.py
+
+    @torch.no_grad()
+    def quantize(self, scheme: Scheme) -> None:
+        """Replace the matrices by quantized ones. On `meta` this allocates nothing."""
+        for name, parameter in list(self.named_parameters(recurse=False)):
+            if parameter.dim() > 1:
+                delattr(self, name)
+                quantized = QuantizedWeight.empty_like(parameter, scheme)
+                if not parameter.is_meta:
+                    quantized.copy_(parameter)
+                setattr(self, name, quantized)
 
 
 def multiply(x: Tensor, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> Tensor:

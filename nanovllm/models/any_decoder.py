@@ -37,9 +37,10 @@ from nanovllm.layers.attention import AttentionShape, Backend
 from nanovllm.layers.linear import Target
 from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
 from nanovllm.models import borrowed
-from nanovllm.models.attention_fields import read_max_len
+from nanovllm.models.config_fields import read_max_len
+from nanovllm.models.decoder import CausalLM
 from nanovllm.models.recognized_layers import replace_layers
-from nanovllm.models.spec import CausalLM, ModelSpec
+from nanovllm.models.spec import ModelSpec
 
 PAGED, OBSERVED = "nanovllm_paged", "nanovllm_observed"  # in the tables of transformers
 # Arguments of attention that change nothing here: masks say the same, or they are for training.
@@ -272,6 +273,7 @@ class AnyDecoderSpec(ModelSpec):
 def read_any_spec(
     config: PretrainedConfig,
     dtype: torch.dtype,
+    num_ranks: int,
     quantization: Quantization,
     max_model_len: int | None,
 ) -> AnyDecoderSpec:
@@ -279,6 +281,8 @@ def read_any_spec(
 
     Raises ValueError if it cannot be served. The family's code can raise other exceptions.
     """
+    if num_ranks > 1:
+        raise ValueError("tensor_parallel_size must be 1")
     if config.is_encoder_decoder:
         raise ValueError("encoder-decoders are not supported")
     with torch.no_grad():

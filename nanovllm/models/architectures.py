@@ -15,14 +15,19 @@ from transformers import PretrainedConfig
 
 from nanovllm.checkpoints.quantization import read_quantization
 from nanovllm.config import DTYPES, MAX_SIZE
-from nanovllm.models.attention_fields import Fields, compute_decoder, compute_smollm3
+from nanovllm.models.config_fields import Fields, compute_decoder, compute_smollm3
 from nanovllm.models.decoder import DecoderSpec
 from nanovllm.models.gemma3 import Gemma3Spec, compute_gemma3
 from nanovllm.models.granite import GraniteSpec
 from nanovllm.models.moe import MoESpec
 from nanovllm.models.olmo import OlmoSpec
 from nanovllm.models.opt import OPTSpec, compute_opt
-from nanovllm.models.qwen3_5 import Qwen35MoESpec, Qwen35Spec, compute_qwen3_5
+from nanovllm.models.qwen3_5 import (
+    Qwen3NextSpec,
+    Qwen35MoESpec,
+    Qwen35Spec,
+    compute_qwen3_5,
+)
 from nanovllm.models.spec import ModelSpec
 from nanovllm.utils.checks import check_choice, check_int, check_number, check_supported, naming
 
@@ -86,12 +91,6 @@ _GEMMA3 = Family(
 )
 _QWEN3_5 = Family(Qwen35Spec, _NORMED, compute_qwen3_5)
 _QWEN3_5_MOE = Family(Qwen35MoESpec, _NORMED, compute_qwen3_5)
-_QKVZ, _BA = "in_proj_qkvz", "in_proj_ba"
-_QWEN3_NEXT = Family(
-    Qwen35MoESpec,
-    {**_NORMED, "projections": (_QKVZ, _QKVZ, _BA, _BA), "has_groups": True},
-    compute_qwen3_5,
-)
 
 ARCHITECTURES = {
     "Gemma3ForCausalLM": _GEMMA3,
@@ -120,7 +119,7 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": Family(DecoderSpec, {"qkv_bias": True}),
     "Qwen3ForCausalLM": Family(DecoderSpec, _NORMED),
     "Qwen3MoeForCausalLM": Family(MoESpec, _NORMED),
-    "Qwen3NextForCausalLM": _QWEN3_NEXT,
+    "Qwen3NextForCausalLM": Family(Qwen3NextSpec, _NORMED, compute_qwen3_5),
     "Qwen3_5ForCausalLM": _QWEN3_5,
     "Qwen3_5ForConditionalGeneration": _QWEN3_5,
     "Qwen3_5MoeForCausalLM": _QWEN3_5_MOE,
@@ -150,7 +149,7 @@ def read_spec(
             from nanovllm.models.any_decoder import read_any_spec  # takes a second to import
 
             with naming(f"transformers' {name} cannot be served", Exception):
-                return read_any_spec(config, dtype, quantized, max_model_len)
+                return read_any_spec(config, dtype, num_ranks, quantized, max_model_len)
         if name not in ARCHITECTURES:
             raise ValueError(
                 f"model_impl='nanovllm' has no class for {name}: use model_impl='transformers'"

@@ -8,8 +8,9 @@ projections. All shapes are those of one rank. num_tokens counts the tokens of t
 because only attention distinguishes sequences.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -17,11 +18,11 @@ from torch import Tensor, nn
 from nanovllm.batch.batch import Batch
 from nanovllm.layers.attention import Backend
 from nanovllm.layers.embedding import Embedding
-from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
+from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear, Target
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import RopeSpec, RotaryEmbedding, apply_rotary
 from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
-from nanovllm.models.spec import CausalLM, ModelSpec
+from nanovllm.models.spec import ModelSpec
 
 CosSin = tuple[Tensor, Tensor]  # for the positions of all tokens
 CosSins = list[CosSin]  # one for each RoPE of the model
@@ -160,6 +161,31 @@ class Decoder(nn.Module):
         x = self.embed(batch)
         cos_sins = [rotary(batch.positions) for rotary in self.rotaries]
         return self.norm(self.layers(x, cos_sins, kv_caches, batch))  # [num_logits, hidden_size]
+
+
+class CausalLM(nn.Module):
+    """A decoder and an output head, which is `lm_head` or the matrix of the embeddings."""
+
+    def __init__(self, model: nn.Module, lm_head: Embedding | None) -> None:
+        super().__init__()
+        self.model = model
+        self.lm_head = lm_head
+
+    def forward(self, batch: Batch, kv_caches: list[Tensor]) -> Tensor:
+        """Compute hidden states [num_logits, hidden_size]. A CUDA graph ends here."""
+        return self.model(batch, kv_caches)
+
+    def check_loaded(self) -> None:
+        """Raise ValueError if the model cannot be served with its weights."""
+
+    def name_targets(self, own: dict[str, list[Target]]) -> Iterable[tuple[str, list[Target]]]:
+        """Map the names of checkpoint tensors to where they go, given by the model's own names."""
+        return own.items()
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Compute logits [num_logits, vocab_size]."""
+        head = self.lm_head or cast(Embedding, self.model.embed_tokens)
+        return head.logits(hidden)
 
 
 @dataclass(frozen=True, kw_only=True)

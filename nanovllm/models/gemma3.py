@@ -19,7 +19,7 @@ from nanovllm.batch.batch import Batch
 from nanovllm.layers.attention import Backend
 from nanovllm.layers.norm import ZeroCenteredRMSNorm
 from nanovllm.layers.tensor_parallel import TensorParallel
-from nanovllm.models.attention_fields import Fields, compute_decoder
+from nanovllm.models.config_fields import Fields, compute_decoder
 from nanovllm.models.decoder import MLP, CosSins, DecoderLayer, DecoderSpec
 from nanovllm.utils.checks import check_number
 

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.layers.linear import ColumnParallelLinear, Target
-from nanovllm.layers.quantized import multiply
+from nanovllm.layers.quantized import QuantizableLayer, multiply
 from nanovllm.layers.tensor_parallel import TensorParallel
 from nanovllm.models.decoder import MLP, DecoderSpec
 from nanovllm.utils.checks import check_int
@@ -50,7 +50,7 @@ class MoESpec(DecoderSpec):
         return SharedExpertMoE(self, tp) if self.shared_expert_intermediate_size else MoE(self, tp)
 
 
-class Experts(nn.Module):
+class Experts(QuantizableLayer):
     """SwiGLU of every expert. The weights of all experts are stacked into one tensor per matrix."""
 
     # The numbers of tokens per expert are needed on the host, which a CUDA graph does not allow.

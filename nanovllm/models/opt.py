@@ -23,7 +23,7 @@ from nanovllm.layers.embedding import Embedding
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.rotary import RopeSpec
 from nanovllm.layers.tensor_parallel import TensorParallel
-from nanovllm.models.attention_fields import Fields, check_multiple
+from nanovllm.models.config_fields import Fields, check_multiple
 from nanovllm.models.decoder import CosSins, Decoder, DecoderLayer, DecoderSpec
 
 _FIRST_POSITION = 2  # the rows before it are for padding, which does not occur here

@@ -13,6 +13,7 @@ one. Its checkpoints have other names and another order of rows for the projecti
 References: Yang et al. 2024 (Gated DeltaNet); the model cards of Qwen3-Next and Qwen3.5.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,10 +23,10 @@ from transformers import PretrainedConfig
 from nanovllm.batch.batch import Batch
 from nanovllm.layers.attention import AttentionShape, Backend
 from nanovllm.layers.gated_delta import DeltaInputs, DeltaSizes, GatedDeltaRule
-from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
+from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear, Source
 from nanovllm.layers.norm import ZeroCenteredRMSNorm
 from nanovllm.layers.tensor_parallel import TensorParallel
-from nanovllm.models.attention_fields import Fields, check_multiple, compute_decoder
+from nanovllm.models.config_fields import Fields, check_multiple, compute_decoder
 from nanovllm.models.decoder import Attention, CosSins, DecoderLayer, DecoderSpec
 from nanovllm.models.moe import MoESpec
 
@@ -64,18 +65,12 @@ class GatedDeltaNet(nn.Module):
         super().__init__()
         num_heads = spec.num_value_heads
         value_size = num_heads * spec.value_dim
-        num_groups = spec.num_key_heads if spec.has_groups else 1
-
-        def project(*parts: tuple[str, int]) -> ColumnParallelLinear:
-            return ColumnParallelLinear(
-                spec.hidden_size, list(parts), False, spec.dtype, tp, num_groups=num_groups
-            )
-
-        qkv, gate, beta, decay = spec.projections
-        qkv_parts = [(qkv, size) for size in spec.qkv_sizes]
-        self.in_proj_qkvz = project(*qkv_parts, (gate, value_size))
+        qkv_parts = [("in_proj_qkv", size) for size in spec.qkv_sizes]
+        qkvz_parts = [*qkv_parts, ("in_proj_z", value_size)]
+        self.in_proj_qkvz = spec.make_projection("in_proj_qkvz", qkvz_parts, tp)
         # A beta and a decay per head. Checkpoints with quantized weights keep these two as floats.
-        self.in_proj_ba = project((beta, num_heads), (decay, num_heads))
+        ba_parts = [("in_proj_b", num_heads), ("in_proj_a", num_heads)]
+        self.in_proj_ba = spec.make_projection("in_proj_ba", ba_parts, tp)
         self.delta_rule = GatedDeltaRule(spec, spec.norm_eps, spec.dtype, tp)
         self.out_proj = RowParallelLinear(value_size, spec.hidden_size, False, spec.dtype, tp)
 
@@ -95,9 +90,6 @@ class Qwen35Spec(DeltaSizes, DecoderSpec):
     """
 
     layer_types: Sequence[str]  # "full_attention", or "linear_attention" for a Gated DeltaNet
-    # The tensors of q, k and v, of the gate, of beta and of the decay.
-    projections: tuple[str, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-    has_groups: bool = False  # in these tensors, whether the rows of a key head are adjacent
 
     attention_class = GatedAttention
     norm_class = ZeroCenteredRMSNorm
@@ -111,10 +103,39 @@ class Qwen35Spec(DeltaSizes, DecoderSpec):
             return DeltaLayer(self, layer, tp)
         return DecoderLayer(self, layer, backend, tp)
 
+    def make_projection(
+        self, name: str, parts: list[tuple[str, int]], tp: TensorParallel
+    ) -> ColumnParallelLinear:
+        """Make a projection of a DeltaNet's input, the matrix `name`, which merges `parts`."""
+        return ColumnParallelLinear(self.hidden_size, parts, False, self.dtype, tp)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen35MoESpec(Qwen35Spec, MoESpec):
     """With experts in place of MLPs, in layers with attention and in those with a state."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3NextSpec(Qwen35MoESpec):
+    """In its checkpoints, a merged projection is one tensor. The rows of a key head are adjacent:
+
+    in_proj_qkvz    q of head 0 | k | v | z | q of head 1 | k | v | z | ...
+    in_proj_ba      b of head 0 | a | b of head 1 | a | ...
+    """
+
+    def make_projection(
+        self, name: str, parts: list[tuple[str, int]], tp: TensorParallel
+    ) -> ColumnParallelLinear:
+        projection = super().make_projection(name, parts, tp)
+        num_heads, first_head = tp.divide(self.num_key_heads)
+        sizes = [full_size // self.num_key_heads for _, full_size in parts]  # of a head
+        projection.sources = []
+        for index, size in enumerate(sizes):
+            for head in range(first_head, first_head + num_heads):
+                start = head * sum(sizes) + sum(sizes[:index])
+                projection.sources.append(Source(name, start, size))
+        projection.full_sizes = Counter({name: self.num_key_heads * sum(sizes)})
+        return projection
 
 
 def compute_qwen3_5(config: PretrainedConfig, given: Fields) -> Fields:

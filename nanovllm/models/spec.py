@@ -1,47 +1,17 @@
-"""The interface between the worker and a model: sizes, how to make it, and how to call it.
+"""What the engine and the worker know of a model: its sizes, and how to make it.
 
 Each structure of models has a subclass of ModelSpec in the file of its layers, and architectures.py
 fills it from config.json.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import cast
+from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-from nanovllm.batch.batch import Batch
 from nanovllm.checkpoints.quantization import NOT_QUANTIZED, Quantization
 from nanovllm.layers.attention import AttentionShape, Backend
-from nanovllm.layers.embedding import Embedding
-from nanovllm.layers.linear import Target
 from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
-
-
-class CausalLM(nn.Module):
-    """A decoder and an output head, which is `lm_head` or the matrix of the embeddings."""
-
-    def __init__(self, model: nn.Module, lm_head: Embedding | None) -> None:
-        super().__init__()
-        self.model = model
-        self.lm_head = lm_head
-
-    def forward(self, batch: Batch, kv_caches: list[Tensor]) -> Tensor:
-        """Compute hidden states [num_logits, hidden_size]. A CUDA graph ends here."""
-        return self.model(batch, kv_caches)
-
-    def check_loaded(self) -> None:
-        """Raise ValueError if the model cannot be served with its weights."""
-
-    def name_targets(self, own: dict[str, list[Target]]) -> Iterable[tuple[str, list[Target]]]:
-        """Map the names of checkpoint tensors to where they go, given by the model's own names."""
-        return own.items()
-
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Compute logits [num_logits, vocab_size]."""
-        head = self.lm_head or cast(Embedding, self.model.embed_tokens)
-        return head.logits(hidden)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,5 +65,6 @@ class ModelSpec:
         needs = {"recurrent states": self.has_states, "sliding windows": self.window is not None}
         return [name for name, is_needed in needs.items() if is_needed]
 
-    def make_model(self, backend: Backend, tp: TensorParallel = ALONE) -> CausalLM:
+    def make_model(self, backend: Backend, tp: TensorParallel = ALONE) -> Any:
+        """Make one rank's share of the model, a CausalLM (decoder.py)."""
         raise NotImplementedError

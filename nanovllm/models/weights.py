@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanovllm.checkpoints.formats import Format
+from nanovllm.checkpoints.quantization import Format, quantize_layers
 from nanovllm.checkpoints.tensor_files import EMBEDDING, HEAD, TensorFiles, summarize
 from nanovllm.layers.attention import Backend
 from nanovllm.layers.linear import Target
 from nanovllm.layers.tensor_parallel import TensorParallel
+from nanovllm.models.decoder import CausalLM
 from nanovllm.models.moe import Experts
-from nanovllm.models.quantized_layers import quantize_layers
-from nanovllm.models.spec import CausalLM, ModelSpec
+from nanovllm.models.spec import ModelSpec
 
 _SKIPPED_PARTS = ("model.visual.", "model.vision_tower.", "model.multi_modal_projector.", "mtp.")
 _SKIPPED_ENDS = ("rotary_emb.inv_freq", "weight_shape")
@@ -66,7 +66,7 @@ def load_checkpoint(model: CausalLM, files: TensorFiles, format: Format | None =
     """
     targets = _find_targets(model)
     if HEAD in files and HEAD not in targets:
-        _resolve_tied_head(files, targets)
+        targets = _resolve_tied_head(files, targets)
     missing: list[str] = []
     for name, parts in targets.items():
         layer = name.removesuffix(".weight")
@@ -89,20 +89,22 @@ def load_checkpoint(model: CausalLM, files: TensorFiles, format: Format | None =
         )
 
 
-def _resolve_tied_head(files: TensorFiles, targets: dict[str, list[Target]]) -> None:
+def _resolve_tied_head(
+    files: TensorFiles, targets: dict[str, list[Target]]
+) -> dict[str, list[Target]]:
     """Let a stored output head fill the embedding, or require that both are the same matrix.
 
     The model has no head of its own, because config.json has tie_word_embeddings=true.
     """
     if EMBEDDING not in files:
-        targets[HEAD] = targets.pop(EMBEDDING)
-        return
+        return {HEAD if name == EMBEDDING else name: parts for name, parts in targets.items()}
     head = files.read(HEAD)
     if not torch.equal(head, files.read(EMBEDDING).to(head)):  # their dtypes can differ
         raise ValueError(
             f"{HEAD} differs from {EMBEDDING}, but config.json has tie_word_embeddings=true:"
             " set it to false"
         )
+    return targets
 
 
 def _find_unexpected(files: TensorFiles, format: Format | None) -> list[str]:

@@ -31,9 +31,10 @@ bodies.py              reads the JSON of requests, and ends work when its client
 middleware.py          the log, rejection of foreign web pages
 metrics.py             Prometheus' metrics
 
-playground.py          the live page: a recorded engine that can be held and stepped
+playground.py          a recorded engine that can be held and stepped
+live_page.py           its live page
 
 The server uses LLM, its input_processor, and features. It knows nothing of models and of kernels,
-and nothing but this folder knows the web framework. Only playground.py looks into the state of an
+and nothing but this folder knows the web framework. Only the playground looks into the state of an
 engine.
 """

@@ -29,7 +29,7 @@ MAX_CONSTRAINED = 64  # bodies that may have a constraint, while a grammar is be
 
 
 class Bodies:
-    """Reads and parses bodies.
+    """Reads bodies, and parses them in threads.
 
     Those that may have a constraint have threads of their own, because a grammar can take seconds
     to compile. No other request waits for these.
@@ -48,57 +48,52 @@ class Bodies:
         return await _until(stop, work, lambda: ApiError(str(self.engine.stop_reason), status=503))
 
     async def _read(self, request: Request, parse: Callable[[JsonObject], T]) -> T:
-        """Read a body, which must be declared as JSON.
+        max_bytes = SPARE_BYTES + BYTES_PER_TOKEN * self.engine.llm.max_model_len
+        data = await receive(request, max_bytes)
+        return await until_disconnect(request, self._parse(data, lambda: parse(load(data))))
 
-        Browsers send the content type application/json to another origin only after a preflight
-        request, which fails here.
-        """
-        content_type = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
-        if content_type != "application/json":
-            raise ApiError(
-                "the request needs the header Content-Type: application/json", status=415
-            )
-        try:
-            data = await asyncio.wait_for(self._receive(request), BODY_SECONDS)
-        except asyncio.TimeoutError as error:
-            message = f"the body did not arrive within {BODY_SECONDS} seconds"
-            raise ApiError(message, status=408) from error
-        is_constrained = any(name in data for name in CONSTRAINTS)
-        if is_constrained:
-            work = self._parse_constrained(parse, data)
-        else:
-            work = _call(self.large if len(data) > LARGE_BYTES else None, parse, data)
-        return await until_disconnect(request, work)
-
-    async def _parse_constrained(self, parse: Callable[[JsonObject], T], data: bytearray) -> T:
+    async def _parse(self, data: bytearray, work: Callable[[], T]) -> T:
+        """Run `work` on a body in a thread."""
+        run_in = asyncio.get_running_loop().run_in_executor
+        if not any(name in data for name in CONSTRAINTS):
+            return await run_in(self.large if len(data) > LARGE_BYTES else None, work)
         # Without a grammar that is being compiled, even many bodies wait for milliseconds only.
         if self.num_constrained >= MAX_CONSTRAINED and compiling:
             raise ApiError("too many grammars wait to be compiled: try again later", status=503)
         self.num_constrained += 1
         try:
-            return await _call(self.compilers, parse, data)
+            return await run_in(self.compilers, work)
         finally:
             self.num_constrained -= 1
 
-    async def _receive(self, request: Request) -> bytearray:
-        data = bytearray()
-        max_bytes = SPARE_BYTES + BYTES_PER_TOKEN * self.engine.llm.max_model_len
-        async for chunk in request.stream():
-            data += chunk
-            if len(data) > max_bytes:
-                message = f"the body exceeds {max_bytes} bytes: send fewer or shorter prompts"
-                raise ApiError(message, status=413)
-        return data
+
+async def receive(request: Request, max_bytes: int) -> bytearray:
+    """Return a body, which must be declared as JSON.
+
+    Browsers send the content type application/json to another origin only after a preflight
+    request, which fails here.
+    """
+    content_type = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+    if content_type != "application/json":
+        raise ApiError("the request needs the header Content-Type: application/json", status=415)
+    try:
+        return await asyncio.wait_for(_join(request, max_bytes), BODY_SECONDS)
+    except asyncio.TimeoutError as error:
+        message = f"the body did not arrive within {BODY_SECONDS} seconds"
+        raise ApiError(message, status=408) from error
 
 
-async def _call(
-    executor: ThreadPoolExecutor | None, parse: Callable[[JsonObject], T], data: bytearray
-) -> T:
-    loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(executor, lambda: parse(_load(data)))
+async def _join(request: Request, max_bytes: int) -> bytearray:
+    data = bytearray()
+    async for chunk in request.stream():
+        data += chunk
+        if len(data) > max_bytes:
+            message = f"the body exceeds {max_bytes} bytes: send fewer or shorter prompts"
+            raise ApiError(message, status=413)
+    return data
 
 
-def _load(data: bytearray) -> JsonObject:
+def load(data: bytearray) -> JsonObject:
     try:
         body = json.loads(data)
     except (ValueError, RecursionError) as error:

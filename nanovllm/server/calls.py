@@ -5,15 +5,16 @@
     function      <function=name> parameter* </function>
     parameter     <parameter=name> value </parameter>
 
-The end of a block is found before the block is read, because tags in its arguments are text. With
-JSON it is the first </tool_call> outside of a string. A function ends at the first
-</parameter></function></tool_call> at which all parameters are closed. The tags of parameters are
-counted, so a value can have whole calls. A block is read in one way only, because a second try
-could find a call that the model only quoted, and a client would execute it.
+Tags in arguments are text. With JSON a block ends at the first </tool_call> outside of a string. A
+function ends at the first </parameter></function></tool_call> at which all parameters are closed.
+The tags of parameters are counted, so a value can have whole calls. A block is read in one way
+only, because a second try could find a call that the model only quoted, and a client would execute
+it.
 """
 
 import json
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from nanovllm.server.errors import JsonObject
@@ -23,78 +24,73 @@ from nanovllm.text.vocabulary import END_TOOL_CALL
 from nanovllm.utils.helpers import as_list
 
 FUNCTION = "<function="
-END_FUNCTION = "</function>"
 PARAMETER = "<parameter="
-END_PARAMETER = "</parameter>"
-# The tags behind the last parameter. Two functions in a block are rejected, because a value could
-# quote the second one.
-ENDS = ([END_FUNCTION, END_TOOL_CALL], [END_FUNCTION, FUNCTION])
-NEXT = r"\s*(?:<parameter=|</function>\s*</tool_call>)\Z"
-HEAD = re.compile(r"\A\s*<function=([^<>]+)>" + NEXT)  # a function up to its first parameter
-REST_OF_PARAMETER = re.compile(r"\A([^<>\n]+)>\n?(.*)</parameter>" + NEXT, re.DOTALL)
-# The state of a scanner of JSON, and a lexeme, to the next state: "" outside of strings, '"' in a
-# string, and "\\" behind a backslash.
-STRINGS = {("", '"'): '"', ('"', '"'): "", ('"', "\\"): "\\"}
+HEAD = re.compile(r"\s*<function=([^<>]+)>\s*(<parameter=|</function>\s*</tool_call>)")
+END = re.compile(r"</function>\s*</tool_call>\Z")
+TAG = re.compile(r"<parameter=|</parameter>")
+# What follows the end of a parameter. Anything else shows that the value goes on. Two functions in
+# a block are rejected, because a value could quote the second one.
+NEXT = re.compile(r"\s*(<parameter=|</function>\s*</tool_call>|</function>\s*<function=)")
+NAME_AND_VALUE = re.compile(r"([^<>\n]+)>\n?(.*?)\n?", re.DOTALL)
 
 
-class Block:
-    """A block whose text arrives by lexemes. Each of them is looked at once."""
+class Incomplete(Exception):
+    """The </tool_call> at the end of the text is part of an argument."""
 
-    def __init__(self) -> None:
-        self.parts: list[list[str]] = [[]]  # lexemes; <parameter= of a parameter ends a part
-        self.form = ""  # the first lexeme, if the block has begun as a call
-        self.string = ""  # a state of STRINGS
-        self.num_open = 0  # parameters
-        self.newest: list[str] = []  # lexemes since the name, or since all parameters were closed
 
-    def add(self, lexeme: str) -> bool:
-        """Add the next lexeme. Return whether the block ends with it, or cannot be a call."""
-        self.parts[-1].append(lexeme)
-        if lexeme.isspace():
-            return False
-        if not self.form and lexeme != FUNCTION and lexeme[0] not in "{[":
-            return True
-        self.form = self.form or lexeme
-        if self.form == FUNCTION:
-            return self._ends_function(lexeme)
-        self.string = STRINGS.get((self.string, lexeme), self.string and '"')
-        return self.string == "" and lexeme == END_TOOL_CALL
+def read_block(text: str, schemas: dict[str, Any]) -> list[JsonObject]:
+    """Return OpenAI's functions of a block up to a </tool_call>, or none if it is no call.
 
-    def _ends_function(self, lexeme: str) -> bool:
-        if lexeme == PARAMETER:
-            if not self.newest:
-                self.parts.append([])
-            self.num_open += 1
-        elif lexeme == END_PARAMETER:
-            self.num_open = max(0, self.num_open - 1)
-        is_in_head = len(self.parts) == 1 and not lexeme.startswith("<")
-        if is_in_head or (lexeme == END_PARAMETER and self.num_open == 0):
-            self.newest = []
-        else:
-            self.newest = [*self.newest[:2], lexeme]
-        return self.newest in ENDS
+    `schemas` are those of the parameters of functions, by name. Raises Incomplete.
+    """
+    try:
+        if text.lstrip().startswith(FUNCTION):
+            return [_read_function(text, schemas)]
+        calls = as_list(JSON.decode(text.removesuffix(END_TOOL_CALL)))
+        return [_write_call(call["name"], call.get("arguments")) for call in calls]
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        # json reads from left to right, so all before this string is valid.
+        if isinstance(error, json.JSONDecodeError) and error.msg.startswith("Unterminated string"):
+            raise Incomplete from error
+        return []
 
-    def read(self, schemas: dict[str, Any]) -> list[JsonObject]:
-        """Return OpenAI's functions of a block that has ended, or none if it has another form.
 
-        `schemas` are those of the parameters of functions, by name.
-        """
-        head, *parameters = ["".join(part) for part in self.parts]
-        try:
-            if self.form != FUNCTION:
-                calls = as_list(JSON.decode(head.removesuffix(END_TOOL_CALL)))
-                return [_write_call(call["name"], call.get("arguments")) for call in calls]
-            (name,) = HEAD.findall(head)
-            texts = dict([REST_OF_PARAMETER.findall(text)[0] for text in parameters])
-            schema = schemas.get(name)
-            properties = [part.get("properties") for part in list_parts([schema], schema)]
-            arguments: JsonObject = {}
-            for key, text in texts.items():
-                own = [each.get(key) for each in properties if isinstance(each, dict)]
-                arguments[key] = read_value(text.removesuffix("\n"), own, schema)
-            return [_write_call(name, arguments)]
-        except (ValueError, TypeError, KeyError, IndexError, RecursionError):
-            return []
+def _read_function(text: str, schemas: dict[str, Any]) -> JsonObject:
+    head = HEAD.match(text)
+    if head is None:
+        raise ValueError("no function")
+    if END.search(text) is None:  # before a pass over all tags
+        raise Incomplete
+    name, next_tag = head.groups()
+    schema = schemas.get(name)
+    properties = [part.get("properties") for part in list_parts([schema], schema)]
+    arguments: JsonObject = {}
+    parameters = _split_parameters(text, head.end()) if next_tag == PARAMETER else ()
+    for parameter in parameters:
+        match = NAME_AND_VALUE.fullmatch(parameter)
+        if match is None:
+            raise ValueError("no parameter")
+        key, value = match.groups()
+        own = [each.get(key) for each in properties if isinstance(each, dict)]
+        arguments[key] = read_value(value, own, schema)
+    return _write_call(name, arguments)
+
+
+def _split_parameters(text: str, start: int) -> Iterator[str]:
+    """Yield the texts between <parameter= and </parameter>. The first one begins at `start`."""
+    num_open = 1
+    for tag in TAG.finditer(text, start):
+        num_open = num_open + 1 if tag[0] == PARAMETER else max(0, num_open - 1)
+        following = NEXT.match(text, tag.end())
+        if num_open > 0 or following is None:
+            continue
+        yield text[start : tag.start()]
+        if following[1].endswith(FUNCTION):
+            raise ValueError("two functions")
+        if following[1] != PARAMETER:
+            return
+        start = following.end()
+    raise Incomplete
 
 
 def _write_call(name: str, arguments: Any) -> JsonObject:

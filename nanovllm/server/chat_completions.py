@@ -11,8 +11,8 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.engine.input_processor import PreparedPrompt
 from nanovllm.engine.outputs import FinishReason
 from nanovllm.features.structured_outputs.grammar_writer import allow_reasoning
-from nanovllm.server.constraints import ReplyConstraint, ToolChoice, choose_constraint, choose_tools
-from nanovllm.server.errors import JsonObject, blaming
+from nanovllm.server.constraints import ToolChoice, choose_constraint, choose_tools
+from nanovllm.server.errors import JsonObject
 from nanovllm.server.message_parser import MessageParser
 from nanovllm.server.parameters import (
     CHAT,
@@ -21,8 +21,8 @@ from nanovllm.server.parameters import (
     read_stream_options,
     select,
 )
-from nanovllm.server.replies import Generation, Reply, Written
-from nanovllm.server.token_texts import ChatTexts
+from nanovllm.server.replies import Generation, Reply
+from nanovllm.server.token_texts import Token
 from nanovllm.text.chat_template import Tool, uses_tools
 from nanovllm.text.detokenizer import Detokenizer
 from nanovllm.text.vocabulary import END_THINK, THINK, Vocabulary
@@ -32,27 +32,20 @@ NUM_TAG_TOKENS = 24  # tokens at the end of a prompt that may be a tag and space
 
 
 def parse_chat(model: str, parses_reasoning: bool, body: JsonObject, llm: LLM) -> Generation:
-    """Return what a request generates, checked. `model` is its name in the reply.
-
-    Raises ApiError, mostly with the engine's message.
-    """
+    """Return what a request generates, checked. `model` is its name in the reply."""
     given = select(body, CHAT)
-    with blaming(given):
-        stream = read_stream_options(given)
-        includes_reasoning = check_bool("include_reasoning", given.get("include_reasoning", True))
-        num_top = check_int("top_logprobs", given.get("top_logprobs", 0), 0, MAX_LOGPROBS)
-        tools = choose_tools(given)
-        constraint = choose_constraint(given, tools)
-        params = _read_params(given, llm, constraint, num_top)
-    with blaming(given, "messages"):
-        # A grammar alone can make the model write a call, whatever its template shows.
-        shows_tools = not tools.required or uses_tools(llm.tokenizer)
-        prompt = encode_chat(given, tools.tools if shows_tools else [], llm)
+    stream = read_stream_options(given)
+    includes_reasoning = check_bool("include_reasoning", given.get("include_reasoning", True))
+    num_top = check_int("top_logprobs", given.get("top_logprobs", 0), 0, MAX_LOGPROBS)
+    tools = choose_tools(given)
+    params = _read_params(given, llm, choose_constraint(given, tools), num_top)
+    # A grammar alone can make the model write a call, whatever its template shows.
+    shows_tools = not tools.required or uses_tools(llm.tokenizer)
+    prompt = encode_chat(given, tools.tools if shows_tools else [], llm)
     last_tag = find_last_tag(given, prompt, llm.vocabulary)
-    with blaming(given, "messages", constraint.source):
-        if parses_reasoning and last_tag != END_THINK:
-            params = _constrain_after_reasoning(params, llm, is_open=last_tag == THINK)
-        prompts = llm.prepare_prompts([prompt], params)
+    if parses_reasoning and last_tag != END_THINK:
+        params = _constrain_after_reasoning(params, llm, is_open=last_tag == THINK)
+    prompts = llm.prepare_prompts([prompt], params)
     reply = ChatReply(
         model,
         stream,
@@ -63,7 +56,7 @@ def parse_chat(model: str, parses_reasoning: bool, body: JsonObject, llm: LLM) -
         includes_reasoning=includes_reasoning,
         num_top=num_top,
     )
-    return Generation([reply.show_tags(prompt) for prompt in prompts], reply)
+    return Generation([reply.prepare(prompt) for prompt in prompts], reply)
 
 
 def find_last_tag(given: JsonObject, prompt: list[int], vocabulary: Vocabulary) -> str:
@@ -81,9 +74,7 @@ def find_last_tag(given: JsonObject, prompt: list[int], vocabulary: Vocabulary) 
     return tags[-1] if tags else ""
 
 
-def _read_params(
-    given: JsonObject, llm: LLM, constraint: ReplyConstraint, num_top: int
-) -> SamplingParams:
+def _read_params(given: JsonObject, llm: LLM, constraint: Any, num_top: int) -> SamplingParams:
     max_tokens: Any = given.get("max_tokens", llm.max_model_len)
     if "max_completion_tokens" in given:
         max_tokens = check_int("max_completion_tokens", given["max_completion_tokens"], 1)
@@ -95,7 +86,7 @@ def _read_params(
         given,
         llm,
         num_prompts=1,
-        structured_outputs=constraint.outputs,
+        structured_outputs=constraint,
         max_tokens=max_tokens,
         logprobs=num_top if has_logprobs else None,
     )
@@ -153,47 +144,57 @@ class ChatReply(Reply):
     includes_reasoning: bool
     num_top: int  # candidates beside each token, if log probabilities are requested
 
-    @property
-    def has_tags(self) -> bool:
-        return self.parses_reasoning or len(self.tools.tools) > 0
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.has_tags = self.parses_reasoning or len(self.tools.tools) > 0
+        self.parsers: dict[int, MessageParser] = {}  # of choices, if there are tags
 
-    def show_tags(self, prompt: PreparedPrompt) -> PreparedPrompt:
-        """Return a prompt whose requests have text with the tags that the parser needs.
-
-        Some tokenizers have special tokens for them, which are left out of the text.
-        """
-        tokenizer: Any = self.vocabulary.tokenizer  # without one, there are no chats
-        hidden_ids = self.vocabulary.hidden_ids
-        if not self.has_tags or hidden_ids == self.vocabulary.special_ids:
+    def prepare(self, prompt: PreparedPrompt) -> PreparedPrompt:
+        """Return a prompt whose outputs have what the reply is made of."""
+        prompt = prompt.with_fields(lists_pieces=prompt.params.logprobs is not None)
+        if not self.has_tags:
             return prompt
-        stops = prompt.params.stop_strings
-        detokenizer = Detokenizer(tokenizer, prompt.token_ids, stops, hidden_ids)
+        # Tags can be special tokens, which the text has only here.
+        vocabulary = self.vocabulary
+        detokenizer = Detokenizer(vocabulary.tokenizer, prompt.token_ids, vocabulary.hidden_ids)
         return prompt.with_fields(detokenizer=detokenizer)
 
-    def make_texts(self, prompt_token_ids: list[int]) -> ChatTexts:
-        return ChatTexts(self.vocabulary, prompt_token_ids, self.num_top)
+    def write_logprobs(self, tokens: list[Token]) -> JsonObject:
+        content: list[JsonObject] = []
+        for token in tokens:
+            described = {
+                name: {
+                    "token": name,
+                    "logprob": logprob,
+                    "bytes": list(self.vocabulary.read_bytes(token.candidates[name])),
+                }
+                for name, logprob in token.logprobs.items()
+            }
+            top = list(described.values())[: self.num_top]
+            content.append({**described[token.name], "top_logprobs": top})
+        return {"content": content}
 
-    def write_text(self, written: Written, text: str, reason: FinishReason | None) -> JsonObject:
+    def write_text(self, index: int, text: str, reason: FinishReason | None) -> JsonObject:
         choice: JsonObject = {}
-        tools = self.tools
         delta: JsonObject = {"content": text}
         if self.has_tags:
-            if written.parser is None:
-                written.parser = MessageParser(
-                    self.parses_reasoning, tools.tools, tools.is_parallel, self.last_tag
+            if index not in self.parsers:
+                self.parsers[index] = MessageParser(
+                    self.parses_reasoning, self.tools.tools, self.tools.is_parallel, self.last_tag
                 )
-            delta = written.parser.feed(text, is_last=reason is not None)
-            if tools.required:  # all content is a call that a limit has cut
+            parser = self.parsers[index]
+            delta = parser.feed(text, is_last=reason is not None)
+            if self.tools.required:  # all content is a call that a limit has cut
                 delta.pop("content", None)
             # A call of the function that the request names ends with "stop", as in OpenAI's API.
-            if written.parser.num_calls > 0 and reason == "stop" and not tools.is_named:
+            if parser.num_calls > 0 and reason == "stop" and not self.tools.is_named:
                 choice["finish_reason"] = "tool_calls"
         reasoning = delta.pop("reasoning", "")
-        written.reasoning.append(reasoning)
         if reasoning and self.includes_reasoning:
             delta |= {"reasoning": reasoning, "reasoning_content": reasoning}  # both, as vLLM
         if self.stream.is_stream:
-            choice["delta"] = delta if written.num_tokens else {"role": "assistant", **delta}
+            is_first = self.written[index].num_tokens == 0
+            choice["delta"] = {"role": "assistant", **delta} if is_first else delta
         else:
             for call in delta.get("tool_calls", []):
                 del call["index"]
@@ -205,8 +206,8 @@ class ChatReply(Reply):
         if self.parses_reasoning:
             tokenizer: Any = self.vocabulary.tokenizer
             num_reasoning = 0
-            for index, written in self.written.items():
-                ids = tokenizer.encode("".join(written.reasoning), add_special_tokens=False)
+            for index, parser in self.parsers.items():
+                ids = tokenizer.encode("".join(parser.reasoning), add_special_tokens=False)
                 # The model need not have written the text with the fewest tokens.
                 num_reasoning += min(len(ids), len(self.newest[index]["token_ids"]))
             usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}

@@ -4,7 +4,7 @@ With `echo`, a choice begins with its prompt, which is scored if logprobs are re
 max_tokens=0 it has nothing else.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from nanovllm import LLM
@@ -12,7 +12,7 @@ from nanovllm.engine.input_processor import Prompt
 from nanovllm.engine.outputs import FinishReason, RequestOutput
 from nanovllm.llm import list_prompts
 from nanovllm.server.constraints import choose_constraint, choose_tools
-from nanovllm.server.errors import JsonObject, blaming
+from nanovllm.server.errors import JsonObject
 from nanovllm.server.parameters import (
     COMPLETION,
     MAX_LOGPROBS,
@@ -20,59 +20,55 @@ from nanovllm.server.parameters import (
     read_stream_options,
     select,
 )
-from nanovllm.server.replies import Generation, Reply, Written
-from nanovllm.server.token_texts import CompletionTexts
+from nanovllm.server.replies import Generation, Reply
+from nanovllm.server.token_texts import Token
 from nanovllm.text.detokenizer import Detokenizer
-from nanovllm.utils.checks import check_bool, check_int
+from nanovllm.text.generated_text import GeneratedText
+from nanovllm.utils.checks import check_bool, check_int, check_type
 
 DEFAULT_MAX_TOKENS = 16
+Echo = tuple[str, list[str]]  # the text of a prompt, and that of each of its tokens
 
 
 def parse_completion(model: str, body: JsonObject, llm: LLM) -> Generation:
-    """Return what a request generates, checked. `model` is its name in the reply.
-
-    Raises ApiError, mostly with the engine's message.
-    """
+    """Return what a request generates, checked. `model` is its name in the reply."""
     given = select(body, COMPLETION)
-    prompts: Any = given.get("prompt")
+    meaning = "a str, a list of token ids, or a list of these"
+    prompts = check_type("prompt", given.get("prompt"), (str, list), meaning)
     sent = list_prompts(prompts)
+    stream = read_stream_options(given)
+    is_echo = check_bool("echo", given.get("echo", False))
     logprobs: Any = given.get("logprobs")
-    with blaming(given):
-        stream = read_stream_options(given)
-        is_echo = check_bool("echo", given.get("echo", False))
-        if logprobs is not None:
-            check_int("logprobs", logprobs, 0, MAX_LOGPROBS)
-        constraint = choose_constraint(given, choose_tools(given))
-        max_tokens: Any = given.get("max_tokens", DEFAULT_MAX_TOKENS)
-        scores_only = is_echo and type(max_tokens) is int and max_tokens == 0
-        params = read_params(
-            given,
-            llm,
-            num_prompts=len(sent),
-            structured_outputs=constraint.outputs,
-            max_tokens=1 if scores_only else max_tokens,
-            logprobs=logprobs,
-            prompt_logprobs=logprobs if is_echo else None,
-        )
-    with blaming(given, "prompt", constraint.source):
-        prepared = llm.prepare_prompts(prompts, params)
-    if scores_only:
-        prepared = [prompt.with_fields(ends_with_prompt=True) for prompt in prepared]
+    if logprobs is not None:
+        check_int("logprobs", logprobs, 0, MAX_LOGPROBS)
+    max_tokens: Any = given.get("max_tokens", DEFAULT_MAX_TOKENS)
+    scores_only = is_echo and type(max_tokens) is int and max_tokens == 0
+    params = read_params(
+        given,
+        llm,
+        num_prompts=len(sent),
+        structured_outputs=choose_constraint(given, choose_tools(given)),
+        max_tokens=1 if scores_only else max_tokens,
+        logprobs=logprobs,
+        prompt_logprobs=logprobs if is_echo else None,
+    )
+    prepared = llm.prepare_prompts(prompts, params)
+    fields = {"ends_with_prompt": scores_only, "lists_pieces": logprobs is not None}
+    prepared = [prompt.with_fields(**fields) for prompt in prepared]
     reply = CompletionReply(model, stream, llm.vocabulary)
     if is_echo:
-        texts = [_read_text(prompt, llm) for prompt in sent]
-        reply.echo = [text for text in texts for _ in range(params.n)]
+        for prompt, (token_ids, _, _) in zip(sent, prepared):
+            reply.echoes += [_read_echo(prompt, token_ids, llm)] * params.n
     return Generation(prepared, reply)
 
 
-def _read_text(prompt: Prompt, llm: LLM) -> str:
+def _read_echo(prompt: Prompt, token_ids: list[int], llm: LLM) -> Echo:
     """Return a prompt as it was sent. A prompt of token ids is decoded.
 
     A character that the prompt begins and the completion continues belongs to the completion.
     """
-    if isinstance(prompt, str):
-        return prompt
-    return "" if llm.tokenizer is None else Detokenizer(llm.tokenizer, []).read(prompt, False)
+    pieces = GeneratedText(Detokenizer(llm.tokenizer, [])).list_pieces(token_ids, is_last=False)
+    return prompt if isinstance(prompt, str) else "".join(pieces), pieces
 
 
 @dataclass
@@ -84,24 +80,30 @@ class CompletionReply(Reply):
     CHUNK_KIND = KIND
     NO_TEXT: ClassVar[JsonObject] = {"text": ""}
 
-    echo: list[str] | None = None  # for each choice the text of its prompt
+    echoes: list[Echo] = field(default_factory=list)  # one for each choice, or none
 
-    def make_texts(self, prompt_token_ids: list[int]) -> CompletionTexts:
-        return CompletionTexts(self.vocabulary, prompt_token_ids if self.echo is None else [])
+    def write_logprobs(self, tokens: list[Token]) -> JsonObject:
+        return {
+            "tokens": [token.name for token in tokens],
+            "token_logprobs": [token.logprobs.get(token.name) for token in tokens],
+            "top_logprobs": [token.logprobs or None for token in tokens],
+            "text_offset": [token.offset for token in tokens],
+        }
 
-    def write_text(self, written: Written, text: str, reason: FinishReason | None) -> JsonObject:
+    def write_text(self, index: int, text: str, reason: FinishReason | None) -> JsonObject:
         return {"text": text}
 
     def write_choice(self, index: int, output: RequestOutput) -> JsonObject:
-        if self.echo is not None:
-            output = repeat_prompt(output, self.echo[index])
+        if self.echoes:
+            output = repeat_prompt(output, *self.echoes[index])
         return super().write_choice(index, output)
 
 
-def repeat_prompt(output: RequestOutput, text: str) -> RequestOutput:
+def repeat_prompt(output: RequestOutput, text: str, token_texts: list[str]) -> RequestOutput:
     """Return an output that begins with its prompt, whose text is given."""
     whole: Any = {**output, "text": text + output["text"]}
     whole["token_ids"] = output["prompt_token_ids"] + output["token_ids"]
     if output["logprobs"] is not None:
         whole["logprobs"] = [*(output["prompt_logprobs"] or []), *output["logprobs"]]
+        whole["token_texts"] = [*token_texts, *(output["token_texts"] or [])]
     return whole

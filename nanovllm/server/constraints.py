@@ -18,7 +18,6 @@ Where a call is required, a grammar makes any model write the first form.
 """
 
 import json
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 from nanovllm.features.structured_outputs.grammar_writer import (
@@ -74,52 +73,36 @@ def choose_tools(given: JsonObject) -> ToolChoice:
     return ToolChoice([] if choice == "none" else tools, required, is_parallel, is_named)
 
 
-class ReplyConstraint(NamedTuple):
-    """What constrains a reply."""
-
-    outputs: Any  # structured_outputs of SamplingParams. None: nothing
-    source: str = "structured_outputs"  # the parameter that they are made from, for errors
-
-
-def choose_constraint(given: JsonObject, tools: ToolChoice) -> ReplyConstraint:
-    """Return what the parameters of a request, together, constrain."""
-    grammar = read_format(given)
+def choose_constraint(given: JsonObject, tools: ToolChoice) -> Any:
+    """Return the structured_outputs that hold all that a request asks for, or None."""
+    text_format = read_format(given)
     outputs = given.get("structured_outputs")
-    if not tools.required and grammar is None:
-        return ReplyConstraint(outputs)
-    name = "tool_choice" if tools.required else "response_format"
+    if not tools.required and text_format is None:
+        return outputs
     if outputs is not None:
-        raise invalid(
-            name, "and structured_outputs both constrain the reply: leave one of them out"
-        )
+        name = "tool_choice" if tools.required else "response_format"
+        advice = "leave one of them out"
+        raise invalid(name, f"and structured_outputs both constrain the reply: {advice}")
     if tools.required:
-        name = "tools"
-        grammar = write_checked(tools)
-    elif tools.tools:
-        grammar = write_alternatives(tools, str(grammar))
-    return ReplyConstraint({"grammar": grammar}, name)
+        return {"grammar": write_required(tools)}
+    if tools.tools:
+        return {"grammar": write_alternatives(tools, str(text_format))}
+    return {"grammar": f"start: {text_format}"}
 
 
-def write_checked(tools: ToolChoice) -> str:
+def write_required(tools: ToolChoice) -> str:
     """Write a grammar of required calls. Raises ValueError that names the tool at fault."""
-
-    def write(each: list[Tool]) -> str:
-        grammar = write_grammar(each, tools.is_parallel)
-        check_in_process(grammar + NO_FORCING)
-        return grammar
-
     try:
-        with naming_outputs("tools"):
-            return write(tools.required)
+        return write_checked("tools", tools.required, tools.is_parallel)
     except ValueError:
         for tool in tools.required:
-            with naming_outputs(f"tools[{tools.tools.index(tool)}].function.parameters"):
-                write([tool])
+            name = f"tools[{tools.tools.index(tool)}].function.parameters"
+            write_checked(name, [tool], tools.is_parallel)
         raise
 
 
 def read_format(given: JsonObject) -> str | None:
-    """Return the grammar of response_format, if it constrains the text."""
+    """Return response_format as an expression of a grammar, if it constrains the text."""
     response_format: Any = given.get("response_format") or {"type": "text"}
     prefix = "response_format."
     strict = False
@@ -141,31 +124,35 @@ def read_format(given: JsonObject) -> str | None:
     select(response_format, keys, prefix)
     with naming_outputs("response_format"):
         check_type("schema", schema, (dict,), "an object")
-        return f"start: %json {write_schema(schema, JSON_DEFAULTS, strict)}"
+        return f"%json {write_schema(schema, JSON_DEFAULTS, strict)}"
 
 
-def write_alternatives(tools: ToolChoice, grammar: str) -> str:
-    """Write a grammar of calls or of a format, whose `grammar` is given.
+def write_alternatives(tools: ToolChoice, text_format: str) -> str:
+    """Write a grammar of calls or of a format.
 
     A call is optional. If no grammar holds the arguments of all tools, they are any objects.
     """
-
-    def write(each: list[Tool]) -> str:
-        calls = write_grammar(each, tools.is_parallel)
-        return f"start: calls | format\ncalls: %lark {{ {calls}\n}}\nformat: %lark {{ {grammar}\n}}"
-
-    with suppress(ValueError), naming_outputs():
-        alternatives = write(tools.tools)
-        check_in_process(alternatives + NO_FORCING)
-        return alternatives
-    functions = [tool["function"] for tool in tools.tools]
-    return write(
-        [{"function": {"name": each["name"], "parameters": ANY_OBJECT}} for each in functions]
-    )
+    try:
+        return write_checked("tools", tools.tools, tools.is_parallel, text_format)
+    except ValueError:
+        names = [tool["function"]["name"] for tool in tools.tools]
+        loose = [{"function": {"name": name, "parameters": ANY_OBJECT}} for name in names]
+        return write_grammar(loose, tools.is_parallel, text_format)
 
 
-def write_grammar(tools: list[Tool], is_parallel: bool) -> str:
-    """Write a grammar, in llguidance's variant of Lark, of a call of one of `tools`, or of more."""
+def write_checked(name: str, *args: Any) -> str:
+    """Write a grammar that can be compiled. Otherwise, the error begins with `name`."""
+    with naming_outputs(name):
+        grammar = write_grammar(*args)
+        check_in_process(grammar + NO_FORCING)
+        return grammar
+
+
+def write_grammar(tools: list[Tool], is_parallel: bool, *others: str) -> str:
+    """Write a grammar, in llguidance's variant of Lark, of a call of one of `tools`, or of more.
+
+    `others` are expressions of what may come in place of calls.
+    """
     calls: list[str] = []
     for tool in tools:
         function = tool["function"]
@@ -176,5 +163,5 @@ def write_grammar(tools: list[Tool], is_parallel: bool) -> str:
         schema = write_schema({**defaults, **parameters, "x-guidance": {}}, JSON_STYLE, is_strict)
         tail = f"}}\n{END_TOOL_CALL}"
         calls.append(f"{json.dumps(head)} %json {schema} {json.dumps(tail)}")
-    more = ' ("\\n" call)*' if is_parallel else ""
-    return f"start: call{more}\ncall: {' | '.join(calls)}"
+    several = 'call ("\\n" call)*' if is_parallel else "call"
+    return f"start: {' | '.join([several, *others])}\ncall: {' | '.join(calls)}"

@@ -13,11 +13,9 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Future, wait
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from typing import Any
 
 from nanovllm import LLM
 from nanovllm.engine.input_processor import PreparedPrompt
@@ -41,7 +39,7 @@ class Stream:
         self.error: str | None = None
         self.has_news = asyncio.Event()
 
-    def put(self, outputs: Outputs, error: str | None) -> None:
+    def put(self, outputs: Outputs, error: str | None = None) -> None:
         """Called on the event loop."""
         self.newest.update(outputs)
         self.error = self.error or error
@@ -64,10 +62,15 @@ class Stream:
                 raise ApiError(self.error, status=503)
 
 
+def _put_all(news: dict[Stream, Outputs]) -> None:
+    for stream, outputs in news.items():
+        stream.put(outputs)
+
+
 class EngineThread(threading.Thread):
     """Owns an engine and steps it while there are unfinished requests.
 
-    A subclass can act at two points of its loop, `delay_step` and `stepped`. By `call` it runs
+    A subclass can act at two points of its loop, `delay_step` and `stepped`. By `queue` it runs
     functions in this thread, such as `add`, `abort` and `replace`.
     """
 
@@ -103,41 +106,21 @@ class EngineThread(threading.Thread):
             # A stream that is open when the engine stops ends with an error.
             self.raise_if_stopped()
             self._streams.add(stream)
-            self._queue(partial(self.add, stream))
+            self.queue(partial(self.add, stream))
         try:
             yield stream
         finally:
             with self._condition:
                 self._streams.discard(stream)
-                self._queue(partial(self._abort, stream))
+                self.queue(partial(self._abort, stream))
 
     # In any thread.
 
-    def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Return function(*args), run in the engine thread between two steps. It can raise.
-
-        Call it in a thread that can wait, which is neither the engine's nor the event loop's.
-        """
-        future: Future[Any] = Future()
-
-        def command() -> None:
-            try:
-                future.set_result(function(*args))
-            except Exception as error:
-                future.set_exception(error)
-
+    def queue(self, command: Callable[[], None]) -> None:
+        """Run a command between two steps, unless the engine stops before. An error stops it."""
         with self._condition:
-            self.raise_if_stopped()
-            self._queue(command)
-        while not future.done():
-            wait([future], timeout=0.1)
-            self.raise_if_stopped()  # the thread can end without running the command
-        return future.result()
-
-    def _queue(self, command: Callable[[], None]) -> None:
-        """Run a command between two steps. Call it with the lock of the condition."""
-        self._commands.append(command)
-        self._condition.notify()
+            self._commands.append(command)
+            self._condition.notify()
 
     def raise_if_stopped(self) -> None:
         """Raise ApiError if the engine no longer serves requests."""
@@ -171,8 +154,7 @@ class EngineThread(threading.Thread):
             raise  # threading.excepthook prints the traceback
         finally:
             with self._condition:
-                news: dict[Stream, Outputs] = {stream: {} for stream in self._streams}
-            self._put(news, self.stop_reason)
+                self.fail(self._streams, self.stop_reason)
             self.llm.exit()
 
     def _is_due(self) -> bool:
@@ -193,9 +175,6 @@ class EngineThread(threading.Thread):
     def add(self, stream: Stream) -> None:
         """Queue the requests of a stream."""
         for prompt in stream.prompts:
-            if len(prompt.token_ids) >= self.llm.max_model_len:  # checked for the engine before
-                self._put({stream: {}}, "the engine was replaced by a smaller one: send it again")
-                return
             first_id = self.llm.add_prepared(prompt)
             for request_id in range(first_id, first_id + prompt.params.n):
                 self._choices[request_id] = (stream, len(stream.request_ids))
@@ -213,14 +192,14 @@ class EngineThread(threading.Thread):
         self.llm.abort(request_id)
         choice = self._choices.pop(request_id, None)
         if choice is not None:
-            self._put({choice[0]: {}}, reason)
+            self.fail([choice[0]], reason)
 
     def replace(self, llm: LLM, reason: str) -> None:
         """Go on with another engine, and end the streams that this one generates for.
 
         Streams whose requests are not queued yet are served by the other engine.
         """
-        self._put({stream: {} for stream, _ in self._choices.values()}, reason)
+        self.fail({stream for stream, _ in self._choices.values()}, reason)
         self._choices.clear()
         self._news = {}
         self.llm.exit()
@@ -246,15 +225,11 @@ class EngineThread(threading.Thread):
                 is_urgent = True
         now = time.monotonic()
         if self._news and (is_urgent or now >= self._next_hand_over):
-            self._put(self._news)
+            self.loop.call_soon_threadsafe(_put_all, self._news)
             self._news = {}
             self._next_hand_over = now + self.seconds_per_choice * len(self._choices)
 
-    def _put(self, news: dict[Stream, Outputs], error: str | None = None) -> None:
-        """Give each stream its outputs on the event loop, and fail it if there is an error."""
-
-        def put_all() -> None:
-            for stream, outputs in news.items():
-                stream.put(outputs, error)
-
-        self.loop.call_soon_threadsafe(put_all)
+    def fail(self, streams: Iterable[Stream], error: str | None) -> None:
+        """End streams with an error."""
+        for stream in streams:
+            self.loop.call_soon_threadsafe(stream.put, {}, error)

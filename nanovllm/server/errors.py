@@ -17,6 +17,9 @@ from nanovllm.text.prompt_encoder import PromptTooLong
 JsonObject = dict[str, Any]
 
 MAX_MESSAGE = 450  # characters of an error, because a client's input can be part of it
+# What a constraint can come from, and what can be a prompt. The first that a body has is at fault.
+CONSTRAINTS = ("structured_outputs", "response_format", "tools")
+PROMPTS = ("messages", "prompt", "tokens")
 
 
 @dataclass(eq=False)
@@ -38,25 +41,24 @@ class ApiError(Exception):
 
 
 @contextmanager
-def blaming(
-    given: JsonObject, default: str | None = None, constrained_by: str = "structured_outputs"
-) -> Iterator[None]:
-    """Turn errors about the client's input into ApiError.
+def blaming(body: JsonObject) -> Iterator[None]:
+    """Turn errors about the client's input into ApiErrors.
 
-    Its parameter is the one that the error names, such as messages[1].content, if it is `given`.
-    An error of structured_outputs names the parameter that they were made from, `constrained_by`.
+    The parameter at fault is the one that the error names, such as messages[1].content. An error
+    that names no parameter of this body is about its prompt.
     """
     try:
         yield
     except (ValueError, TypeError) as error:
         message = str(error)
-        name = getattr(error, "name", "")
-        if name == "structured_outputs":
-            name = constrained_by
-            message = message.replace("structured_outputs", name, 1)
-        is_given = re.split(r"[.\[]", name)[0] in given
+        param = getattr(error, "name", "")
+        if param == "structured_outputs":  # the engine's name for all constraints
+            param = next(filter(body.get, CONSTRAINTS), param)
+            message = message.replace("structured_outputs", param, 1)
+        if re.split(r"[.\[]", param)[0] not in (*body, *PROMPTS):
+            param = next((name for name in PROMPTS if name in body), None)
         code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
-        raise ApiError(message, name if is_given else default, code) from error
+        raise ApiError(message, param, code) from error
 
 
 def respond(

@@ -3,24 +3,23 @@
     <think>Look it up.</think> Wait. <tool_call>{"name": "find", "arguments": {}}</tool_call>
            reasoning           content                  tool_calls
 
-The text is read by lexemes, each of them once. The start of a tag is held back until it is clear
-whether it is one, so no delta has a part of a tag. A call is sent when its block is complete. A
-block that begins as a call and cannot be read is text, and nothing behind it is made a call.
+The text is read by lexemes. The start of a tag is held back until it is clear whether it is one, so
+no delta has a part of a tag. A call is sent when its block is complete. A block that begins as a
+call and cannot be read is text, and nothing behind it is made a call.
 """
 
 import re
-from itertools import chain
+from contextlib import suppress
 from uuid import uuid4
 
-from nanovllm.server.calls import END_FUNCTION, END_PARAMETER, FUNCTION, PARAMETER, Block
+from nanovllm.server.calls import FUNCTION, Incomplete, read_block
 from nanovllm.server.errors import JsonObject
 from nanovllm.text.chat_template import Tool
-from nanovllm.text.vocabulary import END_THINK, TAGS, THINK, TOOL_CALL
+from nanovllm.text.vocabulary import END_THINK, END_TOOL_CALL, TAGS, THINK, TOOL_CALL
 
-ALL_TAGS = (*TAGS, FUNCTION, END_FUNCTION, PARAMETER, END_PARAMETER)
+ALL_TAGS = (*TAGS, FUNCTION)
 TAG_STARTS = {tag[:size] for tag in ALL_TAGS for size in range(1, len(tag))}
-# A tag, a sign that matters in JSON, spaces, or other text.
-LEXEME = re.compile("|".join(ALL_TAGS) + r'|["\\<]|\s+|[^"\\<\s]+')
+LEXEME = re.compile("|".join(ALL_TAGS) + r"|<|\s+|[^<\s]+")
 
 
 class MessageParser:
@@ -42,8 +41,10 @@ class MessageParser:
         self.previous = "start" if parses_reasoning else "word"
         self.has_content = False
         self.tail = ""  # the end of the text, if it may be the start of a tag
-        self.block: Block | None = None
+        self.block: list[str] | None = None  # lexemes after <tool_call>
+        self.is_call = False  # the block has begun as a call
         self.delta: JsonObject = {}
+        self.reasoning: list[str] = []  # of the whole reply, in parts
 
     def feed(self, text: str, is_last: bool) -> JsonObject:
         """Return OpenAI's delta for more text. `is_last` if none follows."""
@@ -62,14 +63,15 @@ class MessageParser:
         self.delta = {}
         for section in delta.keys() - {"tool_calls"}:
             delta[section] = "".join(delta[section])
+        self.reasoning.append(delta.get("reasoning", ""))
         return delta
 
     def _read(self, lexeme: str) -> None:
         if self.block is not None:
-            if self.block.add(lexeme):
-                self._end_block(self.block, self.block.read(self.schemas))
+            self._read_block(self.block, lexeme)
         elif lexeme == TOOL_CALL and self.reads_calls:
-            self.block = Block()
+            self.block = []
+            self.is_call = False
         elif lexeme == THINK and self.previous == "start":
             self.pending = []
             self._begin("reasoning")
@@ -101,7 +103,17 @@ class MessageParser:
             self.delta.setdefault(section, []).append(text)
             self.has_content = section == "content"  # reasoning comes before all content
 
-    def _end_block(self, block: Block, calls: list[JsonObject]) -> None:
+    def _read_block(self, block: list[str], lexeme: str) -> None:
+        block.append(lexeme)
+        if not self.is_call and not lexeme.isspace():
+            self.is_call = lexeme == FUNCTION or lexeme[0] in "{["
+            if not self.is_call:
+                self._end_block(block, [])
+        elif lexeme == END_TOOL_CALL:
+            with suppress(Incomplete):
+                self._end_block(block, read_block("".join(block), self.schemas))
+
+    def _end_block(self, block: list[str], calls: list[JsonObject]) -> None:
         """Add the calls of a block, or its text if it has none."""
         self.block = None
         for call in calls:
@@ -112,7 +124,7 @@ class MessageParser:
         if calls:
             self._begin("content" if self.section == "content" else "undecided")
             return
-        self.reads_calls = not block.form
+        self.reads_calls = not self.is_call
         self._add_text(TOOL_CALL)
-        for lexeme in chain(*block.parts):
+        for lexeme in block:
             self._read(lexeme)

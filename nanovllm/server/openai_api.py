@@ -25,7 +25,7 @@ from nanovllm.server.bodies import Bodies, until_disconnect
 from nanovllm.server.chat_completions import parse_chat
 from nanovllm.server.completions import parse_completion
 from nanovllm.server.engine_thread import EngineThread, Outputs
-from nanovllm.server.errors import ApiError, JsonObject, handle_error, respond
+from nanovllm.server.errors import ApiError, JsonObject, blaming, handle_error, respond
 from nanovllm.server.metrics import Metrics
 from nanovllm.server.middleware import Middleware
 from nanovllm.server.replies import END, Generation, write_event
@@ -33,7 +33,8 @@ from nanovllm.server.tokenization import detokenize, tokenize
 from nanovllm.utils.checks import show
 
 # What an endpoint makes of the JSON of a request: the reply, or what the engine must generate for
-# it. It is called in a thread, because tokenizing a long prompt would delay other requests.
+# it. It is called in a thread, because tokenizing a long prompt would delay other requests. For
+# invalid parameters it raises ValueError or TypeError.
 Endpoint = Callable[[JsonObject, LLM], JsonObject | Generation]
 
 WELCOME = """nanovllm serves OpenAI's API under /v1. To watch an engine step by step, start
@@ -71,7 +72,7 @@ class Api:
             self.post("/detokenize", detokenize),
             Route("/v1/models", self.list_models),
             Route("/v1/models/{name:path}", self.show_model),
-            Route("/version", self.show_version),
+            Route("/version", respond({"version": __version__}), methods=["GET"]),
             Route("/ping", self.check_health),
             Route("/health", self.check_health),
             Route("/metrics", self.write_metrics),
@@ -87,7 +88,8 @@ class Api:
 
         def parse(body: JsonObject) -> JsonObject | Generation:
             self._check_model(body.get("model"))
-            return endpoint(body, self.engine.llm)
+            with blaming(body):
+                return endpoint(body, self.engine.llm)
 
         async def respond_to(request: Request) -> Response:
             self._authorize(request)
@@ -104,6 +106,7 @@ class Api:
         return Route(path, respond_to, methods=["POST"])
 
     async def _serve(self, generation: Generation) -> AsyncIterator[Outputs]:
+        """Yield new outputs. Raises ApiError."""
         async with self.engine.submit(generation.prompts) as stream:
             async for outputs in self.metrics.measure(stream):
                 for output in outputs.values():
@@ -131,9 +134,6 @@ class Api:
         if name not in (None, "", self.model, self.root):
             message = f"the model {show(name)} does not exist: this server has {self.model!r}"
             raise ApiError(message, "model", "model_not_found", status=404)
-
-    async def show_version(self, request: Request) -> Response:
-        return respond({"version": __version__})
 
     async def list_models(self, request: Request) -> Response:
         self._authorize(request)

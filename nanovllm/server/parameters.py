@@ -14,9 +14,9 @@ from dataclasses import fields, replace
 from typing import Any
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.server.errors import ApiError, JsonObject, blaming
+from nanovllm.server.errors import ApiError, JsonObject
 from nanovllm.server.replies import StreamOptions
-from nanovllm.utils.checks import check_bool, check_int, check_type, invalid, show
+from nanovllm.utils.checks import check_bool, check_type, invalid, show
 
 MAX_SAMPLES = 4096  # prompts times n of one request
 MAX_LOGPROBS = 20  # OpenAI's limit
@@ -28,25 +28,28 @@ IGNORED = set(
     safety_identifier service_tier store user verbosity
     """.split()
 )
-# Names for which false or 0 is the default, and names for which true is.
-FALSE = """
-    continue_final_message early_stopping echo include_stop_str_in_output priority return_token_ids
-    return_token_strs return_tokens_as_token_ids top_logprobs use_beam_search
-"""
-TRUE = """
-    add_generation_prompt add_special_tokens detokenize include_reasoning skip_special_tokens
-    spaces_between_special_tokens
-"""
-NEUTRAL: dict[str, list[Any]] = {
-    **{name: [False] for name in FALSE.split()},
-    **{name: [True] for name in TRUE.split()},
-    "best_of": [1],
-    "function_call": ["none"],
-    "length_penalty": [1],
-    "modalities": [["text"]],
-    "parallel_tool_calls": [True, False],
-    "tool_choice": ["none", "auto"],
-}
+# Values that say nothing, because they are the default of the parameters beside them. 0 is False.
+NEUTRAL: list[tuple[Any, str]] = [
+    (
+        False,
+        """
+        continue_final_message early_stopping echo include_stop_str_in_output parallel_tool_calls
+        priority return_token_ids return_token_strs return_tokens_as_token_ids top_logprobs
+        use_beam_search
+        """,
+    ),
+    (
+        True,
+        """
+        add_generation_prompt add_special_tokens detokenize include_reasoning parallel_tool_calls
+        skip_special_tokens spaces_between_special_tokens
+        """,
+    ),
+    (1, "best_of length_penalty"),
+    ("none", "function_call tool_choice"),
+    ("auto", "tool_choice"),
+    (["text"], "modalities"),
+]
 
 SAMPLING_FIELDS = {field.name for field in fields(SamplingParams)} - {"prompt_logprobs"}
 COMMON = SAMPLING_FIELDS | {"model", "response_format", "stream", "stream_options"}
@@ -79,7 +82,8 @@ def select(body: JsonObject, names: Set[str], prefix: str = "") -> JsonObject:
         if name in names:
             given[name] = value
             continue
-        if value not in ("", [], {}, *NEUTRAL.get(name, ())) and name not in IGNORED:
+        neutral = [default for default, others in NEUTRAL if name in others.split()]
+        if value not in ("", [], {}, *neutral) and name not in IGNORED:
             path = prefix + name
             message = f"{show(path)} with the value {show(value)} is not supported: leave it out"
             raise ApiError(message, path)
@@ -111,6 +115,9 @@ def read_params(given: JsonObject, llm: LLM, num_prompts: int, **options: Any) -
         del options["seed"]
     params = replace(llm.get_default_sampling_params(), **options)
     # Before a grammar is compiled, because its limits grow with the number of samples.
-    with blaming(given, "n" if "n" in given else "prompt"):
-        check_int("the number of prompts times n", params.n * num_prompts, 1, MAX_SAMPLES)
+    num_samples = params.n * num_prompts
+    if not 1 <= num_samples <= MAX_SAMPLES:
+        limits = f"must be at least 1 and at most {MAX_SAMPLES}, not {num_samples}"
+        name = "n" if "n" in given else "prompt"
+        raise ApiError(f"the number of prompts times n {limits}", name)
     return params

@@ -1,41 +1,28 @@
-"""The engine behind `python -m nanovllm.server --playground`, and the endpoints of its live page.
+"""The engine behind `python -m nanovllm.server --playground`. Its live page is in live_page.py.
 
 Its steps are recorded for the page. It can be slowed down, held, single-stepped and replaced by
-another engine. The page shows all prompts, so the server listens on this machine only.
+another engine.
 """
 
 import asyncio
 import json
-import secrets
 import time
-from collections.abc import AsyncIterator, Callable
-from functools import partial
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from pathlib import Path
 from shutil import copytree, ignore_patterns
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from starlette.requests import Request
-from starlette.responses import HTMLResponse, Response, StreamingResponse
-from starlette.routing import Route
-
-from nanovllm import DEMO_MODEL, LLM, SamplingParams
+from nanovllm import DEMO_MODEL, LLM
 from nanovllm.config import Config
-from nanovllm.engine.scheduler import POLICIES
 from nanovllm.features.speculation.costs import StepCosts
 from nanovllm.features.speculation.drafts import Drafts
 from nanovllm.server.engine_thread import EngineThread, Stream
-from nanovllm.server.errors import JsonObject, blaming
-from nanovllm.server.openai_api import Endpoint
-from nanovllm.trace.page import list_fields, read_template
+from nanovllm.server.errors import JsonObject
 from nanovllm.trace.recorder import Recorder
 from nanovllm.trace.step import TracedStep
-from nanovllm.utils.checks import (
-    check_choice,
-    check_int,
-    check_names,
-    check_number,
-)
+from nanovllm.utils.checks import check_choice
 from nanovllm.utils.helpers import read_json
 
 # The options that the page can change. Its scenes start from these values.
@@ -71,11 +58,6 @@ RANDOM_MODELS: dict[str, JsonObject] = {
     },
 }
 MAX_STEPS = 10_000  # longest recording; after it, the engine is replaced once it is idle
-MESSAGE_INTERVAL = 0.05  # seconds, because a page need not be drawn more often
-SECURITY_POLICY = (
-    "default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; base-uri 'none';"
-    " script-src 'nonce-NONCE'; frame-ancestors 'none'; form-action 'none'"
-)
 
 
 class LiveRecorder(Recorder):
@@ -85,7 +67,7 @@ class LiveRecorder(Recorder):
         self.steps: list[str] = []
 
     def write(self, step: TracedStep) -> None:
-        self.steps.append(json.dumps(step, default=list_fields))
+        self.steps.append(json.dumps(step, default=vars))
 
 
 class Playground(EngineThread):
@@ -146,6 +128,13 @@ class Playground(EngineThread):
         self.run_number += 1
         return self.run_number
 
+    def add(self, stream: Stream) -> None:
+        """Queue the requests of a stream, which may have been prepared for another engine."""
+        if any(len(prompt.token_ids) >= self.llm.max_model_len for prompt in stream.prompts):
+            self.fail([stream], "the engine was replaced by a smaller one: send it again")
+        else:
+            super().add(stream)
+
     def add_late(self, run: object, step: int, stream: Stream) -> None:
         """Queue prompts when engine number `run` has done `step` steps, or is idle before that."""
         if run != self.run_number:
@@ -182,6 +171,26 @@ class Playground(EngineThread):
         super().stop(reason)
         self.announce()  # to pages, which wait for the next step
 
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Return function(*args), run in the engine thread between two steps. It can raise.
+
+        Call it in a thread that can wait, which is neither the engine's nor the event loop's.
+        """
+        future: Future[Any] = Future()
+
+        def command() -> None:
+            try:
+                future.set_result(function(*args))
+            except Exception as error:
+                future.set_exception(error)
+
+        self.queue(command)
+        while not future.done():
+            wait([future], timeout=0.1)
+            self.raise_if_stopped()  # the thread can end without running the command
+        self.announce()
+        return future.result()
+
     def announce(self) -> None:
         """Wake the pages that wait for new steps."""
 
@@ -190,98 +199,3 @@ class Playground(EngineThread):
             self.changed = asyncio.Event()
 
         self.loop.call_soon_threadsafe(wake)
-
-    # On the event loop.
-
-    def routes(self, post: Callable[[str, Endpoint], Route]) -> list[Route]:
-        """Return the routes of the page. `post` makes that of an endpoint that takes JSON."""
-        routes = [Route("/", self.show_page), Route("/playground/events", self.follow)]
-        commands = {
-            "prompts": self.take_prompts,
-            "abort": self.take_abort,
-            "pace": self.take_pace,
-            "engine": self.take_options,
-        }
-        for name, command in commands.items():
-            routes.append(post(f"/playground/{name}", partial(self.take, command)))
-        return routes
-
-    async def show_page(self, request: Request) -> Response:
-        live = Path(__file__).with_name("live.html").read_text("utf-8")
-        live = live.replace("ENGINE_DEFAULTS", json.dumps(DEFAULTS))
-        options = [
-            f'<option value="{name}">{each.title}</option>' for name, each in POLICIES.items()
-        ]
-        live = live.replace("POLICY_OPTIONS", "".join(options))
-        page = read_template().replace("TIMELINES", "[]") + live
-        nonce = secrets.token_urlsafe()
-        headers = {"Content-Security-Policy": SECURITY_POLICY.replace("NONCE", nonce)}
-        return HTMLResponse(page.replace("<script>", f'<script nonce="{nonce}">'), headers=headers)
-
-    async def follow(self, request: Request) -> Response:
-        """Send all recorded steps, then each new one, as server-sent events."""
-        return StreamingResponse(self._messages(), media_type="text/event-stream")
-
-    async def _messages(self) -> AsyncIterator[str]:
-        run_number = 0
-        position = 0
-        while self.stop_reason is None:
-            changed = self.changed
-            if run_number != self.run_number:
-                run_number = self.run_number
-                position = 0
-            steps = self.recorder.steps[position:]
-            state = json.dumps({**self._describe(), "first": position})
-            position += len(steps)
-            yield f'data: {state[:-1]}, "steps": [{", ".join(steps)}]}}\n\n'
-            await changed.wait()
-            await asyncio.sleep(MESSAGE_INTERVAL)
-
-    def _describe(self) -> JsonObject:
-        waiting = list(self.llm.scheduler.waiting)[:20]
-        return {
-            "run": self.run_number,
-            "settings": self.recorder.trace.settings,
-            "options": {name: self.options[name] for name in DEFAULTS},
-            "pause": self.pause,
-            "is_idle": self.llm.is_finished(),
-            "arrivals": [(seq.seq_id, len(seq.token_ids)) for seq in waiting],
-        }
-
-    # In a thread that reads a body.
-
-    def take(self, command: Callable[[JsonObject], Any], body: JsonObject, llm: LLM) -> JsonObject:
-        with blaming(body):
-            reply = command(body)
-        self.announce()
-        return reply or {}
-
-    def take_prompts(self, body: JsonObject) -> None:
-        """Queue prompts: {"chats": [text], "params": {...}}, or "prompts" without a template.
-
-        "step" is the step that they join, and "run" the engine that they are meant for, whose
-        number the reply to "engine" carries.
-        """
-        run = body.get("run", self.run_number)
-        step = check_int("step", body.get("step", 0), 0)
-        llm = self.llm
-        params = SamplingParams(**body.get("params", {}))
-        prompts: Any = body.get("prompts")
-        if prompts is None:
-            texts = body.get("chats", [])
-            prompts = llm.encode_chats([[{"role": "user", "content": text}] for text in texts])
-        self.call(self.add_late, run, step, Stream(llm.prepare_prompts(prompts, params)))
-
-    def take_abort(self, body: JsonObject) -> None:
-        request_id = check_int("request_id", body.get("request_id"), 0)
-        self.call(self.abort, request_id, "the request was aborted on the page")
-
-    def take_pace(self, body: JsonObject) -> None:
-        pause = body.get("pause")
-        if pause is not None:
-            pause = check_number("pause", pause, 0.0, 60.0)
-        self.call(self.set_pace, pause, check_int("steps", body.get("steps", 0), 0))
-
-    def take_options(self, body: JsonObject) -> JsonObject:
-        check_names(body, DEFAULTS)
-        return {"run": self.call(self.change_engine, body)}

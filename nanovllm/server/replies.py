@@ -5,7 +5,7 @@ completions.py and chat_completions.py have the rest. https://platform.openai.co
 
 import json
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 from uuid import uuid4
 
@@ -13,8 +13,7 @@ from nanovllm.engine.input_processor import PreparedPrompt
 from nanovllm.engine.outputs import FinishReason, RequestOutput
 from nanovllm.server.engine_thread import Outputs
 from nanovllm.server.errors import JsonObject
-from nanovllm.server.message_parser import MessageParser
-from nanovllm.server.token_texts import ChatTexts, CompletionTexts
+from nanovllm.server.token_texts import Token, list_tokens
 from nanovllm.text.vocabulary import Vocabulary
 
 
@@ -32,11 +31,8 @@ class StreamOptions:
 class Written:
     """What is written of a choice."""
 
-    texts: CompletionTexts | ChatTexts | None  # if log probabilities are requested
     num_chars: int = 0
     num_tokens: int = 0
-    parser: MessageParser | None = None  # a chat has one
-    reasoning: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -63,11 +59,11 @@ class Reply:
         self.newest: Outputs = {}  # of each choice
         self.written: dict[int, Written] = {}
 
-    def make_texts(self, prompt_token_ids: list[int]) -> CompletionTexts | ChatTexts:
-        """Make the writer of the log probabilities of a choice."""
+    def write_logprobs(self, tokens: list[Token]) -> JsonObject:
+        """Return the `logprobs` of new tokens."""
         raise NotImplementedError
 
-    def write_text(self, written: Written, text: str, reason: FinishReason | None) -> JsonObject:
+    def write_text(self, index: int, text: str, reason: FinishReason | None) -> JsonObject:
         """Return the fields for new text. They can replace the finish reason, which is given."""
         raise NotImplementedError
 
@@ -108,21 +104,13 @@ class Reply:
 
     def write_choice(self, index: int, output: RequestOutput) -> JsonObject:
         """Return a choice with the text and tokens that are not written yet."""
-        if index not in self.written:
-            has_logprobs = output["logprobs"] is not None
-            texts = self.make_texts(output["prompt_token_ids"]) if has_logprobs else None
-            self.written[index] = Written(texts)
-        written = self.written[index]
+        written = self.written.setdefault(index, Written())
         reason = output["finish_reason"]
         choice: JsonObject = {"index": index, "finish_reason": reason, "logprobs": None}
-        if written.texts is not None:
-            entries = output["logprobs"] or []
-            choice["logprobs"] = written.texts.write(
-                output["token_ids"][written.num_tokens :],
-                entries[written.num_tokens :],
-                is_last=reason is not None,
-            )
-        choice |= self.write_text(written, output["text"][written.num_chars :], reason)
+        if output["logprobs"] is not None:
+            tokens = list_tokens(self.vocabulary, output, written.num_tokens)
+            choice["logprobs"] = self.write_logprobs(tokens)
+        choice |= self.write_text(index, output["text"][written.num_chars :], reason)
         written.num_chars = len(output["text"])
         written.num_tokens = len(output["token_ids"])
         return choice

@@ -19,6 +19,7 @@ from nanovllm import DEMO_MODEL, LLM
 from nanovllm.config import Config
 from nanovllm.features.structured_outputs.grammars import compiling
 from nanovllm.server.engine_thread import EngineThread
+from nanovllm.server.live_page import LivePage
 from nanovllm.server.middleware import LOOPBACK
 from nanovllm.server.openai_api import Api
 from nanovllm.server.playground import Playground
@@ -27,6 +28,8 @@ from nanovllm.utils.helpers import parse_value, report
 
 SHUTDOWN = "the server is shutting down"
 GRACE = 5  # seconds for clients to read the ends of their streams
+# All but the model, each with its default.
+ENGINE_OPTIONS = {field.name: field.default for field in fields(Config)[1:]}
 KEEP_ALIVE_SECONDS = 75  # between requests, longer than proxies reuse an idle connection
 
 
@@ -94,10 +97,10 @@ def make_parser() -> argparse.ArgumentParser:
         help="return what a chat's reply has between <think> and </think> as `reasoning`",
     )
     group = parser.add_argument_group("engine options, see help(nanovllm.config.Config)")
-    for field in fields(Config)[1:]:
-        flag = "--" + field.name.replace("_", "-")
+    for name, default in ENGINE_OPTIONS.items():
+        flag = "--" + name.replace("_", "-")
         options: dict[str, Any] = {"type": parse_value, "metavar": "VALUE"}
-        if isinstance(field.default, bool):
+        if isinstance(default, bool):
             options = {"action": argparse.BooleanOptionalAction}
         group.add_argument(flag, default=argparse.SUPPRESS, **options)
     return parser
@@ -124,8 +127,7 @@ def start(args: argparse.Namespace) -> tuple[socket.socket, EngineThread]:
     # Before the model is loaded, which takes a while.
     with naming(address, OSError, OverflowError, UnicodeError):
         reserved = bind(args.host, args.port)
-    names = [field.name for field in fields(Config)[1:]]
-    options = {name: value for name, value in vars(args).items() if name in names}
+    options = {name: value for name, value in vars(args).items() if name in ENGINE_OPTIONS}
     engine: EngineThread
     if args.playground:
         engine = Playground(args.model, options)
@@ -146,8 +148,9 @@ def main() -> None:
         reserved, engine = start(args)
     except (ValueError, TypeError) as error:
         parser.error(str(error))
-    path_name = "demo_model" if args.model == DEMO_MODEL else args.model
-    name = args.served_model_name or path_name
+    name = args.served_model_name or args.model
+    if name == DEMO_MODEL:
+        name = "demo_model"
     api = Api(
         engine,
         name,
@@ -157,7 +160,7 @@ def main() -> None:
         parses_reasoning=args.reasoning_parser is not None,
     )
     if isinstance(engine, Playground):
-        app = api.make_app(engine.routes(api.post), is_local=True)
+        app = api.make_app(LivePage(engine).routes(api.post), is_local=True)
     else:
         app = api.make_app()
     config = uvicorn.Config(

@@ -12,8 +12,8 @@ from functools import partial
 from inspect import signature
 from typing import Any
 
+from nanovllm.text.foreign_code import call_foreign
 from nanovllm.utils.checks import check_bool, check_choice, check_type, invalid, show
-from nanovllm.utils.helpers import call_foreign
 
 JsonObject = dict[str, Any]
 # {"role": one of ROLES, "content": text}, where the text is a str or a list of parts

@@ -6,13 +6,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from nanovllm.utils.checks import check_int, check_type, naming
-from nanovllm.utils.helpers import call_foreign
-
-# A token stands for at most as many characters as its entry in the vocabulary has, or for four
-# times as many if the text is normalized, because Unicode composes up to four characters.
-# Tokenizers that drop characters are the exception: their longer texts are rejected, too.
-_CHARS_PER_SIGN = 4
+from nanovllm.text.foreign_code import call_foreign
+from nanovllm.utils.checks import check_number, check_type, naming
 
 
 class PromptTooLong(ValueError):
@@ -34,10 +29,9 @@ class PromptEncoder:
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.max_step_len = max_step_len
-        self.max_chars = 0  # no prompt can have more
+        self.max_chars = 0
         if tokenizer is not None:
-            longest = max(map(len, tokenizer.get_vocab()))
-            self.max_chars = _CHARS_PER_SIGN * longest * max_model_len
+            self.max_chars = max_model_len * count_chars_per_token(tokenizer)
 
     def encode(self, prompt: Any) -> list[int]:
         """Return the token ids of a prompt, which is a text or token ids.
@@ -63,7 +57,7 @@ class PromptEncoder:
         if not token_ids:
             raise ValueError("a prompt must have at least one token")
         for token_id in (min(token_ids), max(token_ids)):
-            check_int("each token id of a prompt", token_id, 0, self.vocab_size - 1)
+            check_number("each token id of a prompt", token_id, 0, self.vocab_size - 1)
         return token_ids
 
     def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -91,3 +85,13 @@ class PromptEncoder:
             f"This model's maximum context length is {self.max_model_len} tokens. However, the"
             f" prompt has {size} max_model_len={self.max_model_len}: shorten it"
         )
+
+
+def count_chars_per_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return for how many characters of a text a token stands at most.
+
+    They are as many as its entry in the vocabulary has, or four times as many if the text is
+    normalized, because Unicode composes up to four characters. Tokenizers that drop characters are
+    the exception: their longer texts are rejected, too.
+    """
+    return 4 * max(map(len, tokenizer.get_vocab()))

@@ -3,15 +3,12 @@
 import json
 from pathlib import Path
 
-from nanovllm.engine.feature import Facts
-from nanovllm.trace.step import Trace, TracedStep, Work
-
-_DEFAULTS = vars(Work(request_id=-1, lane=-1))
+from nanovllm.trace.step import Trace
 
 
 def make_page(traces: list[Trace]) -> str:
     """Render one or two traces as a self-contained HTML page."""
-    data = json.dumps(traces, default=list_fields, separators=(",", ":"))
+    data = json.dumps(traces, default=vars, separators=(",", ":"))
     # "<" could end the page's script, and a token's text can be "</script>".
     return read_template().replace("TIMELINES", data.replace("<", "\\u003c"))
 
@@ -24,13 +21,3 @@ def save_page(traces: list[Trace], path: str) -> None:
 def read_template() -> str:
     """Return page.html. The caller replaces TIMELINES by JSON, an empty list for a live page."""
     return Path(__file__).with_name("page.html").read_text("utf-8")
-
-
-def list_fields(part: Trace | TracedStep | Work) -> Facts:
-    """Return the fields of a part of a trace, for json.dumps.
-
-    Default values of a Work are left out, because most work is a decode within a block.
-    """
-    if not isinstance(part, Work):
-        return vars(part)
-    return {name: value for name, value in vars(part).items() if value != _DEFAULTS[name]}

@@ -6,19 +6,20 @@ Recorder is the last of the engine's features. In a step:
     admitted, releasing            collect admissions and preemptions
     planned, prepared, computed    end their phases
     processed                      describes the choices that grammars leave to the model
-    sampled                        makes the TracedStep, with a Work for each sequence
-    recorded                       adds the result, and writes the step
+    sampled                        ends its phase, and calls `_describe_plan`
+    recorded                       calls `_add_result`, and writes the step
 
-The step is described before its result is recorded, because that removes drafts, and the lane and
-the blocks of a sequence that finishes. An interrupted step needs no cleanup, because `begin_step`
-discards it.
+`_describe_plan` makes the TracedStep, with a Work for each sequence. It comes before the result is
+recorded, because that removes drafts, and the lane and the blocks of a sequence that finishes.
+`_add_result` sets the fields that are known only then. An interrupted step needs no cleanup,
+because `begin_step` discards it.
 
-A new fact is a field in step.py and a line in `sampled` or `_describe_work`, or in `recorded` if it
-is known only after the step. The file, the reader and the data of the page then have it, too.
+A new fact is a field in step.py and a line in `_describe_plan`, `_describe_work` or `_add_result`.
+The file, the reader and the data of the page then have it, too.
 """
 
 import time
-from itertools import islice, pairwise
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -79,16 +80,17 @@ class Recorder(Feature):
         self.named: set[int] = set()  # tokens whose texts are recorded
 
     def begin_step(self) -> None:
-        self.times: dict[str, int] = {}  # microseconds: the start, then the ends of phases
-        self._mark_time("start")
+        self.start_us = time.perf_counter_ns() // 1000
+        self.phase_start = self.start_us
+        self.milliseconds: Facts = {}  # of the phases that have ended, by field
         self.new_seqs: set[Sequence] = set()  # admitted in this step
         self.preempted: list[Work] = []
-        self.logits: Tensor | None = None  # the model's own, if a grammar changes them
         self.choices: dict[Sequence, Facts] = {}  # those that grammars leave
 
-    def _mark_time(self, phase: str) -> None:
-        """Record the end of a phase. The last call for it counts."""
-        self.times[phase] = time.perf_counter_ns() // 1000
+    def _end_phase(self, phase: str) -> None:
+        now = time.perf_counter_ns() // 1000
+        self.milliseconds[f"{phase}_ms"] = (now - self.phase_start) / 1e3
+        self.phase_start = now
 
     def admitted(self, seq: Sequence) -> None:
         self.new_seqs.add(seq)
@@ -106,38 +108,37 @@ class Recorder(Feature):
         self.preempted.append(work)
 
     def planned(self, step: Step) -> None:
-        self._mark_time("schedule")
+        self._end_phase("schedule")
 
     def prepared(self, step: Step, batch: Batch) -> Batch:
-        self._mark_time("prepare")
+        self._end_phase("prepare")
         return batch
 
     def computed(self, step: Step, logits: Tensor) -> None:
         if logits.is_cuda:
             # Otherwise the forward pass would be measured as sampling.
             torch.cuda.synchronize(logits.device)
-        self._mark_time("forward")
-        has_grammar = any([seq.params.structured_outputs for seq in step.seqs])
-        self.logits = logits if has_grammar else None
+        self._end_phase("forward")
+        self.logits = logits
 
     def processed(self, rows: list[Sequence], logits: Tensor) -> Tensor:
         """Record what grammars leave to the model."""
-        preferred = self.logits
-        if preferred is not None:
-            self.logits = None
-            allowed = apply_penalties(logits, rows)  # as in the step itself, which bans stop tokens
-            for row, seq in enumerate(rows):
-                is_first = seq not in self.choices  # other rows follow draft tokens
-                if seq.params.structured_outputs and is_first:
-                    self.choices[seq] = describe_choice(preferred[row], allowed[row])
+        for row, seq in enumerate(rows):
+            # Only the first row of a sequence: other rows follow draft tokens.
+            if seq.params.structured_outputs and seq not in self.choices:
+                # As in the step itself, which bans stop tokens after this.
+                (allowed,) = apply_penalties(logits[row : row + 1], [seq])
+                self.choices[seq] = describe_choice(self.logits[row], allowed)
         return logits
 
     def sampled(self, step: Step, token_ids: list[list[int]]) -> list[list[int]]:
-        """Describe the step, before other features verify drafts."""
-        self._mark_time("sample")
-        times: Facts = {}
-        for (_, start), (phase, end) in pairwise(self.times.items()):
-            times[f"{phase}_ms"] = (end - start) / 1e3
+        """Describe the plan before other features verify drafts."""
+        self._end_phase("sample")
+        del self.logits  # they are large
+        self.traced = self._describe_plan(step)
+        return token_ids
+
+    def _describe_plan(self, step: Step) -> TracedStep:
         scheduler = self.scheduler
         self.block_tables = {seq: list(seq.block_table) for seq in step.seqs}
         self.works = {seq: self._describe_work(step, i) for i, seq in enumerate(step.seqs)}
@@ -150,11 +151,11 @@ class Recorder(Feature):
         kinds = {work.kind for work in self.works.values()}
         waiting = islice(scheduler.waiting, _NUM_WAITING)
         free = islice(scheduler.block_manager.free_block_ids, _NUM_FREE)
-        self.traced = TracedStep(
+        return TracedStep(
             step=self.num_steps,
             is_reset=self.is_reset,
-            start_us=self.times["start"],
-            **times,
+            start_us=self.start_us,
+            **self.milliseconds,
             kind="mixed" if len(kinds) > 1 else kinds.pop(),
             num_tokens=sum(step.num_tokens),
             waiting_requests=[(seq.seq_id, len(seq.token_ids)) for seq in waiting],
@@ -163,7 +164,6 @@ class Recorder(Feature):
             features=features,
             work=[*self.works.values(), *self.preempted],
         )
-        return token_ids
 
     def _describe_work(self, step: Step, index: int) -> Work:
         seq = step.seqs[index]
@@ -182,7 +182,12 @@ class Recorder(Feature):
         return work
 
     def recorded(self, step: Step) -> None:
-        """Add the result, and write the step."""
+        self._add_result(step)
+        self.is_reset = False
+        self.num_steps += 1
+        self.write(self.traced)  # last, so that an interrupt that follows finds the state above
+
+    def _add_result(self, step: Step) -> None:
         for seq, _, num_logits in step:
             work = self.works[seq]
             end = work.start + work.num_tokens
@@ -200,9 +205,6 @@ class Recorder(Feature):
         traced.texts = self._name_tokens(traced.work)
         traced.sequences = {"waiting": len(scheduler.waiting), "running": len(scheduler.running)}
         traced.blocks = scheduler.block_manager.count_states()
-        self.is_reset = False
-        self.num_steps += 1
-        self.write(traced)  # last, so that an interrupt that follows finds the state above
 
     def _list_full_blocks(self, seq: Sequence, start: int, end: int) -> list[FullBlock]:
         """List the blocks that the tokens from position `start` to `end` make full."""

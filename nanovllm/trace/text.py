@@ -20,29 +20,29 @@ _COUNTERS = (
 
 def render(steps: list[TracedStep], width: int = 100) -> str:
     """Render the first steps, as many as fit into `width` columns, and a legend."""
-    rows = {"step": [str(index) for index in range(len(steps))]}
-    for lane in sorted({work.lane for step in steps for work in step.work}):
-        rows[f"lane {lane}"] = [""] * len(steps)
-    for index, step in enumerate(steps):
-        for work in step.work:
-            rows[f"lane {work.lane}"][index] = _describe(work)
-    rows["tokens"] = [str(step.num_tokens) for step in steps]
-    rows["waiting"] = [str(step.sequences["waiting"]) for step in steps]
-    for state in steps[0].blocks:
-        rows[state] = [str(step.blocks[state]) for step in steps]
-    if "window_pool" in steps[0].features:
-        rows["window"] = [str(step.features["window_pool"]["used"]) for step in steps]
-    widths = [max(map(len, column)) + 1 for column in zip(*rows.values())]
+    columns = [_describe_step(index, step) for index, step in enumerate(steps)]
+    lanes = sorted({work.lane for step in steps for work in step.work})
+    names = dict.fromkeys(["step", *[f"lane {lane}" for lane in lanes], *columns[0]])
+    widths = [max(map(len, column.values())) + 1 for column in columns]
     num_shown = len([end for end in accumulate(widths) if end <= width - _NAME_WIDTH])
     lines: list[str] = []
-    for name, row in rows.items():
-        line = "".join(cell.ljust(size) for cell, size in zip(row, widths[:num_shown]))
-        lines.append(f"{name:>8} |{line}".rstrip())
+    for name in names:
+        cells = [column.get(name, "").ljust(size) for column, size in zip(columns, widths)]
+        lines.append(f"{name:>8} |{''.join(cells[:num_shown])}".rstrip())
     lines.append("")
     if num_shown < len(steps):
         more = f"{num_shown} of {len(steps)} steps are shown: -o timeline.html shows all"
         lines += wrap(more, width)
     return "\n".join(lines + wrap(_LEGEND, width) + wrap(_COUNTERS, width))
+
+
+def _describe_step(index: int, step: TracedStep) -> dict[str, str]:
+    """Return the cells of a column, by row."""
+    lanes = {f"lane {work.lane}": _describe(work) for work in step.work}
+    counters = {"tokens": step.num_tokens, "waiting": step.sequences["waiting"], **step.blocks}
+    if "window_pool" in step.features:
+        counters["window"] = step.features["window_pool"]["used"]
+    return {"step": str(index), **lanes, **{name: str(n) for name, n in counters.items()}}
 
 
 def _describe(work: Work) -> str:

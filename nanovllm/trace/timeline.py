@@ -43,26 +43,24 @@ def make_events(step: TracedStep) -> list[Facts]:
     """Return the events of a step, that of the whole step first."""
     facts = {**vars(step)}
     del facts["work"]  # each work has its own event
-    end = step.start_us
-    phases: list[Facts] = []
+    start = end = step.start_us
+    events: list[Facts] = []
     for phase in ("schedule", "prepare", "forward", "sample"):
         duration = round(facts[f"{phase}_ms"] * 1e3)
-        phases.append(make_event("phase", 0, phase, {}, ts=end, dur=duration))
+        events.append(make_event("phase", 0, phase, {}, ts=end, dur=duration))
         end += duration
-    start = {"ts": step.start_us}
-    whole = {**start, "dur": end - step.start_us}
+    whole = {"ts": start, "dur": end - start}
     noun = "token" if step.num_tokens == 1 else "tokens"
     name = f"{step.kind}: {step.num_tokens} {noun}"
-    events = [make_event("step", 0, name, facts, **whole), *phases]
+    events.insert(0, make_event("step", 0, name, facts, **whole))
     for work in step.work:
         name = f"{work.kind} {work.request_id}"
-        when = start if work.kind == "preempted" else whole
-        events.append(make_event(work.kind, work.lane + 1, name, vars(work), **when))
+        events.append(make_event(work.kind, work.lane + 1, name, vars(work), **whole))
     for name in ("sequences", "blocks"):  # as the step leaves them
         events.append(make_event("counters", 0, name, facts[name], ts=end))
     if "window_pool" in step.features:  # the second pool during the step
         pool = step.features["window_pool"]
-        events.append(make_event("counters", 0, "window blocks", pool, **start))
+        events.append(make_event("counters", 0, "window blocks", pool, ts=start))
     return events
 
 

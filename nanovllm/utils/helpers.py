@@ -7,11 +7,9 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from nanovllm.utils.checks import naming
-
-T = TypeVar("T")
 
 
 def cdiv(a: int, b: int) -> int:
@@ -57,24 +55,3 @@ def read_json(path: Path) -> dict[str, Any]:
         if not isinstance(content, dict):
             raise ValueError(f"expected a JSON object, found {type(content).__name__}")
     return content
-
-
-class ForeignError(ValueError):
-    """Code of a tokenizer or a checkpoint has failed."""
-
-
-def call_foreign(source: object, call: Callable[[], T]) -> T:
-    """Run code of a tokenizer or a checkpoint, and turn its exceptions into ForeignErrors.
-
-    Such code can raise anything, and it runs long enough for a signal handler to raise in the
-    middle. The call is therefore repeated: an error of the tokenizer comes again. The exception of
-    a handler does not, and is raised as it is.
-    """
-    try:
-        return call()
-    except Exception as error:
-        try:
-            call()
-        except type(error):
-            raise ForeignError(f"{source}: {error}") from error
-        raise

@@ -7,7 +7,7 @@ budget of a CPU   = CPU_SHARE * available after loading the weights / ranks
 several ranks     = the smallest budget of all ranks, because they share block tables
 lanes             = max_num_seqs, or as many as have room for their recurrent states and windows in
                     half of the budget, or in all of it if every layer has a window
-windows           = blocks of the second pool, see count_window_blocks
+windows           = blocks of the second pool, see CachePlanner.count_window_blocks
 blocks            = num_kvcache_blocks, or what the rest of the budget has room for
 upper limit       = lanes * blocks of max_model_len tokens, unless the option num_kvcache_blocks or
                     kvcache_memory_bytes is given
@@ -31,31 +31,6 @@ CPU_SHARE = 0.25
 ENLARGE_ADVICE = (
     "give the cache more memory (num_kvcache_blocks, kvcache_memory_bytes, gpu_memory_utilization)"
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class CacheUnits:
-    """What the caches of one rank are made of."""
-
-    block_bytes: int  # of a block, in all layers of the first pool
-    window_block_bytes: int = 0  # of a block, in all layers of the second pool. 0: no second pool
-    state_bytes: int = 0  # of a state slot, in all layers
-    block_size: int
-    blocks_per_lane: int  # of a sequence of max_model_len tokens
-    window: int = 0  # tokens that a query attends to in layers of the second pool
-
-    def count_window_blocks(self, num_lanes: int, num_step_tokens: int) -> int:
-        """Count the blocks with which the second pool never runs out.
-
-        A sequence with n computed tokens holds the blocks that a query at the start of its last
-        block attends to, that block, and those of its tokens in the current step, which begin and
-        end within a block.
-        """
-        if self.window_block_bytes == 0:
-            return 0
-        per_lane = cdiv(self.window - 1, self.block_size) + 2
-        num_blocks = num_lanes * per_lane + num_step_tokens // self.block_size
-        return min(num_blocks, num_lanes * self.blocks_per_lane)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,74 +67,97 @@ def find_budget(config: Config, meter: MemoryMeter | None) -> tuple[int, str]:
     return int(limit) - peak, origin
 
 
-def plan_cache(config: Config, num_bytes: int, origin: str, units: CacheUnits) -> CachePlan:
-    """Divide `num_bytes` among lanes, which come first, and blocks.
+@dataclass(frozen=True, kw_only=True)
+class CachePlanner:
+    """Divides the memory of a rank among lanes, which come first, and blocks."""
 
-    `origin` says how the number was computed. Raises ValueError if there is no memory for a single
-    block, or for what a lane needs.
-    """
-    num_step_tokens = config.max_num_batched_tokens
-    num_lanes = count_lanes(config, num_bytes, num_step_tokens, units)
-    if units.window_block_bytes > 0 and num_lanes < config.max_num_seqs:
-        num_step_blocks = max(1, int(num_bytes * STEP_SHARE) // units.window_block_bytes)
-        num_step_tokens = min(num_step_tokens, num_step_blocks * units.block_size)
-        num_lanes = count_lanes(config, num_bytes, num_step_tokens, units)
-    lane_bytes = count_lane_bytes(config, max(1, num_lanes), num_step_tokens, units)
-    num_blocks = config.num_kvcache_blocks or count_blocks(
-        config, num_bytes - lane_bytes, num_lanes, units
-    )
-    total = f"{show_bytes(num_bytes)} ({origin})"
-    if num_lanes == 0 or num_blocks < 1:
-        raise ValueError(
-            f"no room for one sequence in {total}: a block takes {show_bytes(units.block_bytes)},"
-            f" and its states or windows, which may use half, take {show_bytes(lane_bytes)}:"
-            f" {ENLARGE_ADVICE}"
+    config: Config
+    block_bytes: int  # of a block, in all layers of the first pool
+    window_block_bytes: int = 0  # of a block, in all layers of the second pool. 0: no second pool
+    state_bytes: int = 0  # of a state slot, in all layers
+    block_size: int
+    blocks_per_lane: int  # of a sequence of max_model_len tokens
+    window: int = 0  # tokens that a query attends to in layers of the second pool
+
+    def plan(self, num_bytes: int, origin: str) -> CachePlan:
+        """Divide `num_bytes`. `origin` says how the number was computed.
+
+        Raises ValueError if there is no memory for a single block, or for what a lane needs.
+        """
+        config = self.config
+        num_step_tokens = config.max_num_batched_tokens
+        num_lanes = self.count_lanes(num_bytes, num_step_tokens)
+        if self.window_block_bytes > 0 and num_lanes < config.max_num_seqs:
+            num_step_blocks = max(1, int(num_bytes * STEP_SHARE) // self.window_block_bytes)
+            num_step_tokens = min(num_step_tokens, num_step_blocks * self.block_size)
+            num_lanes = self.count_lanes(num_bytes, num_step_tokens)
+        lane_bytes = self.count_lane_bytes(max(1, num_lanes), num_step_tokens)
+        num_blocks = config.num_kvcache_blocks or self.count_blocks(
+            num_bytes - lane_bytes, num_lanes
         )
-    num_lanes = min(num_lanes, num_blocks)  # a running sequence holds at least one block
-    num_tokens = num_blocks * units.block_size
-    description = (
-        f"KV cache: of {total}, {show_bytes(num_blocks * units.block_bytes)} for {num_blocks}"
-        f" blocks of {units.block_size} = {num_tokens} tokens, {show_bytes(lane_bytes)} for states"
-        f" and windows; at most {num_lanes} sequences and {num_step_tokens} tokens in a step"
-    )
-    return CachePlan(
-        num_blocks=num_blocks,
-        num_window_blocks=units.count_window_blocks(num_lanes, num_step_tokens),
-        num_lanes=num_lanes,
-        num_tokens=num_tokens,
-        max_num_batched_tokens=num_step_tokens,
-        description=description,
-    )
+        total = f"{show_bytes(num_bytes)} ({origin})"
+        if num_lanes == 0 or num_blocks < 1:
+            raise ValueError(
+                f"no room for one sequence in {total}: a block takes"
+                f" {show_bytes(self.block_bytes)}, and its states or windows, which may use half,"
+                f" take {show_bytes(lane_bytes)}: {ENLARGE_ADVICE}"
+            )
+        num_lanes = min(num_lanes, num_blocks)  # a running sequence holds at least one block
+        num_tokens = num_blocks * self.block_size
+        description = (
+            f"KV cache: of {total}, {show_bytes(num_blocks * self.block_bytes)} for {num_blocks}"
+            f" blocks of {self.block_size} = {num_tokens} tokens, {show_bytes(lane_bytes)} for"
+            f" states and windows; at most {num_lanes} sequences and {num_step_tokens} tokens in a"
+            " step"
+        )
+        return CachePlan(
+            num_blocks=num_blocks,
+            num_window_blocks=self.count_window_blocks(num_lanes, num_step_tokens),
+            num_lanes=num_lanes,
+            num_tokens=num_tokens,
+            max_num_batched_tokens=num_step_tokens,
+            description=description,
+        )
 
+    def count_lanes(self, num_bytes: int, num_step_tokens: int) -> int:
+        """Count the lanes whose states and windows fit into half of `num_bytes`.
 
-def count_lane_bytes(
-    config: Config, num_lanes: int, num_step_tokens: int, units: CacheUnits
-) -> int:
-    """The bytes that the recurrent states and the windows of lanes take."""
-    num_state_slots = StateSlots(config, num_lanes).count
-    num_window_blocks = units.count_window_blocks(num_lanes, num_step_tokens)
-    return num_state_slots * units.state_bytes + num_window_blocks * units.window_block_bytes
+        All of it is for windows if the first pool takes no memory. If num_kvcache_blocks is given,
+        there was no profile run. The other half then holds these blocks and what a step allocates.
+        """
+        most = self.config.max_num_seqs
+        if self.config.num_kvcache_blocks is not None:
+            most = min(most, self.config.num_kvcache_blocks)
+        limit = num_bytes // 2 if self.block_bytes > 0 else num_bytes
 
+        def count_bytes(num_lanes: int) -> int:
+            return self.count_lane_bytes(num_lanes, num_step_tokens)
 
-def count_lanes(config: Config, num_bytes: int, num_step_tokens: int, units: CacheUnits) -> int:
-    """The number of lanes whose states and windows fit into half of `num_bytes`.
+        return bisect_right(range(1, most + 1), max(0, limit), key=count_bytes)
 
-    All of it is for windows if the first pool takes no memory. If num_kvcache_blocks is given,
-    there was no profile run. The other half then holds these blocks and what a step allocates.
-    """
-    most = min(config.max_num_seqs, config.num_kvcache_blocks or config.max_num_seqs)
-    limit = num_bytes // 2 if units.block_bytes > 0 else num_bytes
+    def count_lane_bytes(self, num_lanes: int, num_step_tokens: int) -> int:
+        """Count the bytes that the recurrent states and the windows of lanes take."""
+        num_state_slots = StateSlots(self.config, num_lanes).count
+        num_window_blocks = self.count_window_blocks(num_lanes, num_step_tokens)
+        return num_state_slots * self.state_bytes + num_window_blocks * self.window_block_bytes
 
-    def count_bytes(num_lanes: int) -> int:
-        return count_lane_bytes(config, num_lanes, num_step_tokens, units)
+    def count_window_blocks(self, num_lanes: int, num_step_tokens: int) -> int:
+        """Count the blocks with which the second pool never runs out.
 
-    return bisect_right(range(1, most + 1), max(0, limit), key=count_bytes)
+        A sequence with n computed tokens holds the blocks that a query at the start of its last
+        block attends to, that block, and those of its tokens in the current step, which begin and
+        end within a block.
+        """
+        if self.window_block_bytes == 0:
+            return 0
+        per_lane = cdiv(self.window - 1, self.block_size) + 2
+        num_blocks = num_lanes * per_lane + num_step_tokens // self.block_size
+        return min(num_blocks, num_lanes * self.blocks_per_lane)
 
-
-def count_blocks(config: Config, num_bytes: int, num_lanes: int, units: CacheUnits) -> int:
-    """The number of blocks that fit into `num_bytes`, but by default no more than lanes can use."""
-    most = num_lanes * units.blocks_per_lane
-    if units.block_bytes == 0:  # all layers have windows, so these blocks are only numbers
-        return most
-    num_blocks = num_bytes // units.block_bytes
-    return num_blocks if config.kvcache_memory_bytes is not None else min(num_blocks, most)
+    def count_blocks(self, num_bytes: int, num_lanes: int) -> int:
+        """Count the blocks that fit into `num_bytes`, but by default no more than lanes can use."""
+        most = num_lanes * self.blocks_per_lane
+        if self.block_bytes == 0:  # all layers have windows, so these blocks are only numbers
+            return most
+        num_blocks = num_bytes // self.block_bytes
+        return num_blocks if self.config.kvcache_memory_bytes is not None else min(num_blocks, most)

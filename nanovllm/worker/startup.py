@@ -24,9 +24,8 @@ from nanovllm.utils.checks import naming
 from nanovllm.worker.cache_plan import (
     ENLARGE_ADVICE,
     CachePlan,
-    CacheUnits,
+    CachePlanner,
     find_budget,
-    plan_cache,
 )
 from nanovllm.worker.device import engine_settings
 from nanovllm.worker.dummy_steps import (
@@ -101,7 +100,7 @@ def fill_memory(worker: Worker) -> None:
             f"the ranks' attention backends prefer blocks of {block_size} and {worker.block_size}"
             " tokens: set kvcache_block_size"
         )
-    plan = plan_cache(config, num_bytes, origin, measure_units(worker))
+    plan = make_planner(worker).plan(num_bytes, origin)
     if config.max_model_len is not None and config.max_model_len > plan.num_tokens:
         raise ValueError(
             f"max_model_len={config.max_model_len} exceeds the capacity of the KV cache:"
@@ -124,7 +123,7 @@ def warm_up(worker: Worker, sample: Callable[[Tensor], object]) -> None:
     sample(run_dummy_step(worker, [1]))
 
 
-def measure_units(worker: Worker) -> CacheUnits:
+def make_planner(worker: Worker) -> CachePlanner:
     """Find the bytes of a block and of a state slot, without memory for them."""
 
     def count_bytes(**number: int) -> int:
@@ -138,7 +137,8 @@ def measure_units(worker: Worker) -> CacheUnits:
     if window < worker.max_model_len:
         window_block_bytes = count_bytes(num_window_blocks=1)
         block_bytes -= window_block_bytes
-    return CacheUnits(
+    return CachePlanner(
+        config=worker.config,
         block_bytes=block_bytes,
         window_block_bytes=window_block_bytes,
         state_bytes=count_bytes(num_state_slots=1),
@@ -181,7 +181,7 @@ def allocate_caches(worker: Worker, plan: CachePlan, is_profile: bool = False) -
     num_seqs = worker.config.max_num_seqs if is_profile else plan.num_lanes
     decodes = [1] * min(num_seqs, worker.max_num_batched_tokens)
     kinds = [decodes, [2], [2, 1]]  # also a prompt, and a prompt beside a decode
-    worker.graphs = worker.kernels.capture_graphs(
+    worker.graphs = worker.kernels.make_cuda_graphs(
         make_step(worker),
         worker.model,
         worker.backend,

@@ -20,7 +20,8 @@ from nanovllm.config import MAX_DRAFT_STEP, Config
 from nanovllm.layers import attention
 from nanovllm.layers.tensor_parallel import ALONE
 from nanovllm.models import weights
-from nanovllm.models.spec import CausalLM, ModelSpec
+from nanovllm.models.decoder import CausalLM
+from nanovllm.models.spec import ModelSpec
 from nanovllm.utils.checks import naming
 from nanovllm.utils.helpers import cdiv, report
 from nanovllm.worker.cache_plan import CachePlan

@@ -21,12 +21,12 @@ from nanovllm.benchmark import roofline
 from nanovllm.benchmark.engines import NanoVLLM
 from nanovllm.benchmark.roofline import PeakRates
 from nanovllm.benchmark.workloads import Request
-from nanovllm.checkpoints.formats import FP8, GPTQ, PackedFormat
-from nanovllm.checkpoints.quantization import INT4, INT8, Quantization
+from nanovllm.checkpoints.quantization import FP8, GPTQ, Quantization
 from nanovllm.kernels import bench as kernels_bench
 from nanovllm.kernels.bench import TOLERANCES
 from nanovllm.kernels.self_tests import BatchShape, compare_with_torch
 from nanovllm.layers import attention as reference
+from nanovllm.layers.quantized import INT4, INT8
 from nanovllm.models.architectures import read_spec
 
 SIZES = ["--num-seqs", "5", "--input-len", "4", "20", "--output-len", "2", "5"]
@@ -180,8 +180,8 @@ SLOW_MEMORY = PeakRates(1e3, 1e6, "bfloat16")
 @pytest.mark.parametrize(
     "shared_prefix, dtype, peak, seconds",
     [
-        (0, BFLOAT16, SLOW_PROCESSOR, 22.016 + 8.0 + 4.192),
-        (2, FLOAT32, SLOW_MEMORY, 7.232 + 8.0 + 7.808),
+        (0, BFLOAT16, SLOW_PROCESSOR, 22.304 + 8.0 + 4.192),
+        (1, FLOAT32, SLOW_MEMORY, 7.328 + 7.808 + 7.712),
     ],
 )
 def test_roofline_counts_necessary_flops_and_bytes(shared_prefix, dtype, peak, seconds):
@@ -190,11 +190,10 @@ def test_roofline_counts_necessary_flops_and_bytes(shared_prefix, dtype, peak, s
     Weights: 3 layers * (q, o 2 * 8 * 8, k, v 2 * 8 * 4, MLP 3 * 8 * 16) = 1728; head: 8 * 10 = 80.
     Query-context pair: 2 * 2 * 3 layers * 2 heads * 4 = 96 FLOPs.
     K/V of a token: 2 * 3 layers * 4 = 24 numbers.
-    Prefill: 2 * 1728 * 6 + 2 * 80 * 2 + 96 * (16 + 4) / 2 = 22,016 FLOPs.
-    Decodes with contexts of 5 and 3: 2 * 1808 * 2 + 96 * 8 FLOPs, 1808 + 24 * 8 numbers.
-    Decode with a context of 6: 2 * 1808 + 96 * 6 FLOPs, 1808 + 24 * 6 numbers.
-    If 2 tokens are shared, 4 are computed with 8 pairs.
-    The prefill reads 1808 numbers.
+    Prefill: 2 * 1728 * 6 + 2 * 80 * 2 + 96 * (1 + 2 + 3 + 4 + 1 + 2) = 22,304 FLOPs.
+    Decodes with contexts of 5 and 3: 2 * 1808 * 2 + 96 * 8 FLOPs, 1808 + 24 * 6 numbers.
+    Decode with a context of 6: 2 * 1808 + 96 * 6 FLOPs, 1808 + 24 * 5 numbers.
+    The prefill reads 1808 numbers. If a token is shared, it reads 24 more.
     """
     spec = read_spec(QWEN3, dtype, 1)
     least = roofline.compute_roofline_seconds(spec, REQUESTS, shared_prefix, 0, peak)
@@ -204,16 +203,16 @@ def test_roofline_counts_necessary_flops_and_bytes(shared_prefix, dtype, peak, s
 @pytest.mark.parametrize(
     "shared_prefix, peak, seconds",
     [
-        (2, SLOW_PROCESSOR, 14.896 + 7.936 + 4.096),
-        (0, SLOW_MEMORY, 3.616 + 3.968 + 3.856),
+        (1, SLOW_PROCESSOR, 18.72 + 7.936 + 4.096),
+        (0, SLOW_MEMORY, 3.616 + 3.872 + 3.808),
     ],
 )
 def test_roofline_counts_only_the_window_of_a_layer(shared_prefix, peak, seconds):
     """As above, but one of the layers has a window of 3 tokens. A pair has 32 FLOPs in each layer.
 
-    Prompts of 4 and 2 tokens have 3 * (4 - 1.5) + 2 = 9.5 pairs there, and 2 less if shared.
-    The first decodes have contexts of 5 and 3 tokens. They attend to 2 to 4 and 0 to 2, and read 6
-    tokens. The last decode reads 3 tokens.
+    Prompts of 4 and 2 tokens have 1 + 2 + 3 + 3 + 1 + 2 pairs there, and 1 less if it is shared.
+    The first decodes have contexts of 5 and 3 tokens. They attend to 2 to 4 and 0 to 2, and read 4
+    tokens. The last decode reads 2 tokens.
     """
     spec = replace(read_spec(QWEN3, BFLOAT16, 1), windows=(None, 3, None))
     least = roofline.compute_roofline_seconds(spec, REQUESTS, shared_prefix, 0, peak)
@@ -221,14 +220,15 @@ def test_roofline_counts_only_the_window_of_a_layer(shared_prefix, peak, seconds
 
 
 def test_roofline_does_not_compute_a_cached_prefix():
-    """As above, but the 2 shared tokens are cached, with 2 of the 8 pairs.
+    """As above, but the shared token is cached.
 
-    Prefill: 2 * 1728 * 2 + 2 * 80 * 2 + 96 * (8 - 2) = 7,808 FLOPs, and 3,616 bytes.
+    Prefill: 2 * 1728 * 4 + 2 * 80 * 2 + 96 * (2 + 3 + 4 + 2) = 15,200 FLOPs.
+    It reads 2 * (1808 + 24 * 2) bytes.
     """
     spec = read_spec(QWEN3, BFLOAT16, 1)
-    count = partial(roofline.compute_roofline_seconds, spec, REQUESTS, 2, 2)
-    assert count(SLOW_PROCESSOR) == pytest.approx(7.808 + 8.0 + 4.192)
-    assert count(SLOW_MEMORY) == pytest.approx(3.616 + 4.0 + 3.904)
+    count = partial(roofline.compute_roofline_seconds, spec, REQUESTS, 1, 1)
+    assert count(SLOW_PROCESSOR) == pytest.approx(15.2 + 8.0 + 4.192)
+    assert count(SLOW_MEMORY) == pytest.approx(3.712 + 3.904 + 3.856)
 
 
 def test_roofline_counts_recurrent_states():
@@ -238,9 +238,8 @@ def test_roofline_counts_recurrent_states():
     12 * 8 out) = 768; attention: q with gate 8 * 16, k, v 2 * 8 * 4, o 8 * 8 = 256; MLPs:
     3 layers * 3 * 8 * 16 = 1152; head: 80.
     K/V of a token: 2 * 4 = 8 numbers. State: 2 layers * (2 * 12 + (4 - 1) * (2 * 4 + 12)) = 168.
-    Prefill: 2 * (2176 * 6 + 80 * 2) + 2 * 2 * 2 heads * 4 * (16 + 4) / 2 = 26,752 FLOPs.
-    Its weights: 2 bytes * 2256 = 4512, which take longer here.
-    Decode: 2 bytes * (2256 + 8 * 8) + 2 * 168 * 2 sequences * 4 bytes = 7328.
+    Prefill: 2 bytes * 2256 + 168 * 2 sequences * 4 bytes = 5856, which take longer than its FLOPs.
+    Decode: 2 bytes * (2256 + 8 * 6) + 2 * 168 * 2 sequences * 4 bytes = 7296.
     """
     config = Qwen3_5TextConfig(
         **SMALL_SHAPE,
@@ -254,7 +253,7 @@ def test_roofline_counts_recurrent_states():
     requests = [Request([1, 2, 3, 4], 2), Request([1, 2], 2)]
     spec = read_spec(config, BFLOAT16, 1)
     least = roofline.compute_roofline_seconds(spec, requests, 0, 0, SLOW_MEMORY)
-    assert least == pytest.approx(4.512 + 7.328)
+    assert least == pytest.approx(5.856 + 7.296)
 
 
 def test_roofline_counts_the_experts_of_a_token():
@@ -266,15 +265,12 @@ def test_roofline_counts_the_experts_of_a_token():
         num_experts_per_tok=2,
         moe_intermediate_size=16,
     )
-    attention = 3 * (2 * 8 * 8 + 2 * 8 * 4)
+    dense = 3 * (2 * 8 * 8 + 2 * 8 * 4 + 8 * 6)
     sizes = roofline.find_sizes(read_spec(config, BFLOAT16, 1))
-    assert sizes.matrices == attention + 3 * (8 * 6 + 2 * 3 * 8 * 16)
-    assert roofline.count_read_matrices(sizes, 1) == pytest.approx(sizes.matrices)
+    assert sizes.count_used(1) == pytest.approx(dense + 3 * 2 * 3 * 8 * 16)
     # Of two tokens, the second finds each of its experts unused with probability 4/6.
-    two = attention + 3 * (8 * 6 + (2 + 2 * 4 / 6) * 3 * 8 * 16)
-    assert roofline.count_read_matrices(sizes, 2) == pytest.approx(two)
-    all_experts = attention + 3 * (8 * 6 + 6 * 3 * 8 * 16)
-    assert roofline.count_read_matrices(sizes, 1000) == pytest.approx(all_experts)
+    assert sizes.count_used(2) == pytest.approx(dense + 3 * (2 + 2 * 4 / 6) * 3 * 8 * 16)
+    assert sizes.count_used(1000) == pytest.approx(dense + 3 * 6 * 3 * 8 * 16)
 
 
 def test_roofline_counts_what_the_option_quantizes():
@@ -288,7 +284,7 @@ def test_roofline_counts_what_the_option_quantizes():
 
     of_option = Quantization(INT4, INT8)
     assert count(replace(of_option, format=FP8())) == count(of_option) < count(Quantization())
-    kept = PackedFormat(**GPTQ, scheme=INT8, bits=8, group_size=128, is_symmetric=True)
+    kept = GPTQ(bits=8, group_size=128, is_symmetric=True)
     assert count(of_option) < count(replace(of_option, format=kept)) < count(Quantization())
 
 

@@ -4,6 +4,7 @@ They run with small models, and with a sixteenth of their tokens.
 """
 
 import json
+from pathlib import Path
 
 import pytest
 from conftest import make_checkpoint
@@ -14,8 +15,8 @@ from nanovllm import DEMO_MODEL
 from nanovllm.benchmark import roofline
 from nanovllm.benchmark.arguments import list_variants, make_parser
 from nanovllm.benchmark.roofline import PeakRates
-from nanovllm.benchmark.shapes import SHAPES
-from nanovllm.benchmark.workloads import WORKLOADS, make_requests
+from nanovllm.benchmark.workloads import SHAPES, WORKLOADS, make_requests
+from nanovllm.checkpoints.checkpoint import read_config
 
 TINY = ["--model", DEMO_MODEL, "--set", "device=cpu"]
 SCALE = 16
@@ -122,4 +123,5 @@ def test_workloads_fit_their_models(name):
     for line in WORKLOADS[name].lines.values():
         args = parse(line)
         (options,) = list_variants(args).values()
-        assert options["max_model_len"] <= SHAPES[args.model].max_position_embeddings
+        config = read_config(Path(SHAPES[args.model]))
+        assert options["max_model_len"] <= config.max_position_embeddings

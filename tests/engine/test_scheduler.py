@@ -82,11 +82,12 @@ def test_the_newest_sequence_is_preempted_when_blocks_run_out():
     assert list(scheduler.waiting) == seqs[1:]
     assert len(seqs[1].token_ids) == 9
     assert seqs[1].block_table == []
-    assert [seq.status.name for seq in seqs] == ["RUNNING", "WAITING", "WAITING"]
+    assert scheduler.running == seqs[:1]
 
     # Sequence 0 finishes. One block of sequence 1 is still cached, so 5 tokens are recomputed.
     assert run_steps(scheduler, 4) == [{0: 1}, {0: 1}, {0: 1}, {1: 5, 2: 4}]
-    assert [seq.status.name for seq in seqs] == ["FINISHED", "RUNNING", "RUNNING"]
+    assert seqs[0].finish_reason == "length"
+    assert scheduler.running == seqs[1:]
     assert scheduler.num_preemptions == 1
     assert scheduler.num_prefill_tokens == 4 + 4 + 5 + 4
     assert scheduler.num_cached_tokens == 0, "counts first admissions only"

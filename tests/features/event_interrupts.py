@@ -18,7 +18,6 @@ ENGINE = (*[f"{PACKAGE}/{room}/" for room in ROOMS], f"{PACKAGE}/llm.py")
 PROTECTED = (
     "with ",  # also traced when the block ends
     "self._threads_inside.discard(thread)",
-    "self.committed = ",
     "self.inbox[self] = ",
 )
 Location = tuple[str, int, str]  # file, line, kind of event

@@ -23,6 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.scheduler import POLICIES
 from nanovllm.engine.sequence import Sequence
@@ -30,7 +31,7 @@ from nanovllm.features.speculation.costs import StepCosts
 from nanovllm.features.speculation.drafts import Drafts
 from nanovllm.features.windows import Windows
 from nanovllm.utils.helpers import cdiv
-from nanovllm.worker.cache_plan import CachePlan, CacheUnits
+from nanovllm.worker.cache_plan import CachePlan, CachePlanner
 
 
 class Simulation:
@@ -40,7 +41,8 @@ class Simulation:
         self, window, block_size=4, num_lanes=2, budget=10, num_blocks=60, policy="mixed",
         draft_len=0, enable_prefix_caching=True, max_model_len=200,
     ):  # fmt: skip
-        units = CacheUnits(
+        planner = CachePlanner(
+            config=Config(""),
             block_bytes=1,
             window_block_bytes=1,
             block_size=block_size,
@@ -52,7 +54,7 @@ class Simulation:
             block_size=block_size,
             block_table_width=cdiv(max_model_len, block_size),
             plan=CachePlan(
-                num_window_blocks=units.count_window_blocks(num_lanes, budget),
+                num_window_blocks=planner.count_window_blocks(num_lanes, budget),
                 num_lanes=num_lanes,
             ),
             config=SimpleNamespace(enable_prefix_caching=enable_prefix_caching),

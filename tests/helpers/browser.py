@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import subprocess
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -19,6 +20,7 @@ function findWide() {
 """
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 BROWSER = next(filter(None, map(shutil.which, NAMES)), None)
+PROFILE = TemporaryDirectory()  # without it, each start makes a new one, which stays in ~/.cache
 needs_browser = pytest.mark.skipif(
     BROWSER is None, reason="no chromium or google-chrome is installed"
 )
@@ -32,6 +34,7 @@ def browse(page, *options, fragment=""):
         "--no-sandbox",
         "--disable-gpu",
         "--hide-scrollbars",
+        f"--user-data-dir={PROFILE.name}",
         "--enable-logging=stderr",
         *options,
     ]

@@ -47,7 +47,7 @@ def make_graphs(worker, max_num_tokens):
 
 
 def capture_on_the_cpu(monkeypatch, decoder, backend, batches, **options):
-    """Call capture_graphs as for a GPU."""
+    """Call make_cuda_graphs as for a GPU."""
     repeat_steps(monkeypatch)
     with monkeypatch.context() as patch:
         make = graphs.CudaGraphs
@@ -56,7 +56,7 @@ def capture_on_the_cpu(monkeypatch, decoder, backend, batches, **options):
         )
         device = torch.device("cuda")
         options = {"max_num_tokens": 2048, "minimum": list, **options}
-        return graphs.capture_graphs(decoder, decoder, backend, batches, device, **options)
+        return graphs.make_cuda_graphs(decoder, decoder, backend, batches, device, **options)
 
 
 def replay_on_the_cpu(monkeypatch, max_num_tokens=64):

@@ -41,17 +41,15 @@ from triton.runtime.jit import JITFunction
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.batch.packing import pack, unpack
-from nanovllm.checkpoints.quantization import INT4, INT8
 from nanovllm.engine import model_runner
 from nanovllm.kernels import kernelize, replacement
-from nanovllm.kernels.cuda import graphs, layers, linear
-from nanovllm.kernels.cuda import triton_attention as attention
+from nanovllm.kernels.cuda import attention, graphs, layers, linear
 from nanovllm.layers.linear import ColumnParallelLinear
+from nanovllm.layers.quantized import INT4, INT8
 from nanovllm.layers.rotary import RopeSpec
 from nanovllm.layers.sampler import Sampler
 from nanovllm.layers.tensor_parallel import ALONE
 from nanovllm.models.moe import Experts
-from nanovllm.models.quantized_layers import quantize_layer
 from nanovllm.worker import worker
 from nanovllm.worker.dummy_steps import make_dummy_batch, run_dummy_step
 from nanovllm.worker.startup import make_step
@@ -129,7 +127,7 @@ def launch_linear(dtype, scheme):
         bias = in_features <= 1024
         layer = ColumnParallelLinear(in_features, [("", out_features)], bias, dtype)
         if scheme:
-            quantize_layer(layer, scheme)
+            layer.quantize(scheme)
         kernelize(layer, torch.device("cuda"), dtype)
 
 

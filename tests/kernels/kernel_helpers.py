@@ -1,5 +1,6 @@
 """Random layers, batches and settings that the tests of this folder share."""
 
+import functools
 import os
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -20,12 +21,12 @@ from nanovllm.layers import attention as torch_backend
 from nanovllm.layers.attention import AttentionShape
 from nanovllm.layers.gated_delta import DeltaInputs, DeltaSizes, GatedDeltaRule
 from nanovllm.layers.norm import RMSNorm, ZeroCenteredRMSNorm
+from nanovllm.layers.quantized import QuantizableLayer
 from nanovllm.layers.rotary import RopeSpec
 from nanovllm.layers.tensor_parallel import ALONE
 from nanovllm.models.decoder import MLP, Attention, DecoderSpec
 from nanovllm.models.moe import MoESpec
 from nanovllm.models.olmo import HeadsNorm, OlmoNorm
-from nanovllm.models.quantized_layers import QUANTIZABLE, quantize_layer
 from nanovllm.utils.helpers import cdiv
 
 CPU = torch.device("cpu")
@@ -66,6 +67,22 @@ all_kernels = pytest.mark.parametrize(
         pytest.param("triton", DEVICE.type, marks=needs_triton, id="triton"),
     ],
 )
+
+
+def interpret_faster():
+    """Let Triton's interpreter patch triton.language once for a function, and for good.
+
+    By default it does so in every call of a device function, which takes a quarter of the time.
+    """
+    from triton.runtime import interpreter
+
+    if hasattr(interpreter, "_LangPatchScope"):  # other releases keep no record to restore from
+        interpreter._patch_lang = functools.cache(interpreter._patch_lang)
+        interpreter._LangPatchScope.restore = lambda scope: None
+
+
+if find_spec("triton") and os.environ.get("TRITON_INTERPRET") == "1":
+    interpret_faster()
 
 
 @dataclass(frozen=True)
@@ -140,8 +157,8 @@ def randomize(module):
 def quantize(module, scheme):
     """Quantize all matrices of `module`."""
     for layer in list(module.modules()):
-        if isinstance(layer, QUANTIZABLE):
-            quantize_layer(layer, scheme)
+        if isinstance(layer, QuantizableLayer):
+            layer.quantize(scheme)
     return module
 
 

@@ -81,8 +81,7 @@ SPECS = {
 EXCLUDED = {
     "alone it contradicts the shapes of the weights": [
         *["num_vectors", "key_dim", "value_dim", "num_key_heads"],
-        *["num_value_heads", "qkv_sizes", "matrices_size", "projections", "shard_sizes", "starts"],
-        "num_groups",
+        *["num_value_heads", "qkv_sizes", "matrices_size", "shard_sizes", "sources", "full_sizes"],
         *["num_ids", "HeadsNorm.start", "HeadsNorm.full_size"],
     ],
     "it belongs to the tokenizer": ["vocab_size", "first_id"],
@@ -92,6 +91,7 @@ EXCLUDED = {
         *["ColumnParallelLinear.tp", "Experts.tp", "GatedDeltaRule.tp", "HeadsNorm.tp"],
     ],
 }
+LOADING = {"targets", "quantize"}  # methods
 # Parts of which more than a call is used, so that they cannot be wrapped.
 NOT_ONLY_CALLED = {"embed_tokens", "lm_head", "layers", "rotaries", "in_proj_qkvz"}
 
@@ -141,7 +141,7 @@ def list_methods(part):
     for kind in type(part).__mro__:
         if kind.__module__.startswith("nanovllm"):
             names += [name for name, each in vars(kind).items() if type(each) is FunctionType]
-    return sorted({name for name in names if name != "targets" and name[0] != "_"})
+    return sorted({name for name in names if name not in LOADING and name[0] != "_"})
 
 
 def find_new_values(part, name, value):
@@ -237,7 +237,7 @@ def check(list_all, family, language):
     spec = SPECS[family]
     backend = cpp_backend
     if language == "triton":
-        backend = import_module("nanovllm.kernels.cuda.triton_attention")
+        backend = import_module("nanovllm.kernels.cuda.attention")
     model = randomize(spec.make_model(torch_backend))
     unchanged = compute(model, spec, torch_backend)
     ignored = []

@@ -25,8 +25,8 @@ def events():
 
 def check(arch, events):
     kernels = [event for event in events if event.get("arch") == arch]
-    names = "attend combine_splits add_rms_norm rotate_and_store _filter _multiply lay_out"
-    names += " _multiply_experts prepare_chunks advance_states"
+    names = "attend combine_splits add_rms_norm rotate_and_store filter multiply lay_out"
+    names += " multiply_experts prepare_chunks advance_states"
     names = {f"{name}_kernel" for name in names.split()}
     assert {kernel["kernel"] for kernel in kernels} >= names
     prefill_windows = set()
@@ -39,7 +39,7 @@ def check(arch, events):
             # Stores are as wide as loads, so nothing goes through shared memory. With partial RoPE,
             # those of cos and sin are wider than those of heads.
             assert not kernel["shared"], kernel
-        if kernel["kernel"].startswith("_multiply") and is_16_bit:
+        if kernel["kernel"].startswith("multiply") and is_16_bit:
             assert kernel["matrix"] == ([MATRIX[arch]] if kernel["rows"] >= 16 else []), kernel
         if kernel["is_decode"] is False and is_16_bit:
             assert kernel["matrix"] == [MATRIX[arch]], kernel
@@ -64,12 +64,12 @@ def test_a_known_kernel_is_launched_without_tritons_dispatch(events):
     assert first["launched"] == second["launched"]
     kernels = {"attend_kernel", "combine_splits_kernel", "rotate_and_store_kernel"}
     assert set(first["dispatched"]) >= kernels
-    assert set(second["dispatched"]) == {"_sample_kernel", "_filter_kernel"}
+    assert set(second["dispatched"]) == {"sample_kernel", "filter_kernel"}
 
 
 def test_nothing_is_compiled_while_serving():
     """With CUDA graphs and without. The warm-up runs at start use every variant of a kernel."""
     compiled = run(90, "--serving")
-    kernels = {"attend_kernel", "combine_splits_kernel", "_sample_kernel"}
+    kernels = {"attend_kernel", "combine_splits_kernel", "sample_kernel"}
     assert {event["kernel"] for event in compiled} >= kernels
     assert not [event for event in compiled if event["part"] != "start"]

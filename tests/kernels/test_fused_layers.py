@@ -124,7 +124,7 @@ def test_residual_add_and_norm_round_like_two_operations(dtype, size):
     x, branch = (torch.randn(2, 7, size) * 3).to(DEVICE, dtype)
     weight = torch.randn(size).to(DEVICE, dtype)
     before = x.clone()
-    add_rms_norm = triton_layers().add_rms_norm
+    add_rms_norm = triton_layers().decoder.add_rms_norm
     total, normed = add_rms_norm(x, branch, weight, 1e-3)
     assert torch.equal(total, x + branch)
     assert torch.equal(normed, add_rms_norm(total, None, weight, 1e-3)[1])
@@ -158,7 +158,7 @@ def test_rotate_and_store_matches_norm_rotation_and_store(heads, has_norm, dtype
     buffer = torch.full(buffer_shape, 7.0, dtype=dtype, device=DEVICE)
     expected = buffer.clone()
 
-    query = triton_layers().rotate_and_store(qkv, *norms, cos_sin, buffer[1:], slots)
+    query = triton_layers().decoder.rotate_and_store(qkv, *norms, cos_sin, buffer[1:], slots)
     parts = qkv.unflatten(1, (-1, head_dim))
     parts = parts.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
     norm_and_rotate = make_layers(dtype, DEVICE.type)["attention"].norm_and_rotate
@@ -183,9 +183,9 @@ def test_engine_with_triton_kernels_matches_transformers(tmp_path, monkeypatch):
     options = {"kvcache_block_size": 16, "num_kvcache_blocks": 4, "max_num_batched_tokens": 24}
     llm = LLM(str(tmp_path), device=DEVICE.type, attention_backend="triton", **options)
     kinds = {type(layer) for layer in llm.executor.worker.model.modules()}
-    assert kinds >= {layers.FusedLayers, layers.FusedAttention}
+    assert kinds >= {layers.decoder.FastDecoderLayers, layers.decoder.FastAttention}
     assert not kinds & {Attention, DecoderLayers, RMSNorm, MLP}
-    assert type(llm.model_runner.sampler) is layers.triton_sampler.FastSampler
+    assert type(llm.model_runner.sampler) is layers.sampler.FastSampler
     long = random_prompt(0, 30)
     prompts = [long, long[:17], random_prompt(1, 15)]
     assert generate_ids(llm, prompts, greedy(4)) == [oracle(prompt, 4) for prompt in prompts]

@@ -13,10 +13,10 @@ from kernel_helpers import (
     randomize,
 )
 
-from nanovllm.checkpoints.quantization import INT8
 from nanovllm.kernels.cpu.gated_delta import FastDeltaLayer
-from nanovllm.kernels.cpu.prepacked import PrepackedRowParallelLinear
+from nanovllm.kernels.cpu.linear import FastRowParallelLinear
 from nanovllm.layers.gated_delta import DeltaInputs
+from nanovllm.layers.quantized import INT8
 from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
 from nanovllm.models.qwen3_5 import DeltaLayer, Qwen35Spec
 
@@ -138,4 +138,4 @@ def test_other_layers_are_left_to_the_plain_layer(changes):
     """Ranks reduce the outputs of projections, and the kernel needs an even key_dim."""
     layer = optimize(make_delta_layer(**changes), "cpp")
     assert type(layer) is DeltaLayer
-    assert type(layer.mlp.down_proj) is PrepackedRowParallelLinear
+    assert type(layer.mlp.down_proj) is FastRowParallelLinear

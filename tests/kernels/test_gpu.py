@@ -30,9 +30,9 @@ from kernel_helpers import (
 )
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.checkpoints.quantization import INT4, INT8
 from nanovllm.kernels.self_tests import list_tensors
 from nanovllm.layers.linear import ColumnParallelLinear
+from nanovllm.layers.quantized import INT4, INT8
 from nanovllm.layers.tensor_parallel import ALONE
 from nanovllm.models.moe import Experts
 

@@ -23,11 +23,10 @@ from kernel_helpers import (
 )
 from torch.testing import assert_close
 
-from nanovllm.checkpoints.quantization import INT4, INT8
 from nanovllm.kernels.cpu import attention as cpp_backend
 from nanovllm.kernels.cpu import library
-from nanovllm.kernels.cpu.prepacked import Gate, PrepackedWeight
-from nanovllm.layers.quantized import QuantizedWeight
+from nanovllm.kernels.cpu.linear import Gate, PrepackedWeight
+from nanovllm.layers.quantized import INT4, INT8, QuantizedWeight
 
 pytestmark = needs_compiler
 all_gates = pytest.mark.parametrize(

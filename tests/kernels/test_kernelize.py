@@ -11,10 +11,19 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from conftest import DEVICE, generate_ids, greedy, make_checkpoint, make_shape, random_prompt
-from kernel_helpers import CPU, make_spec, needs_compiler, needs_triton, optimize, triton_layers
+from kernel_helpers import (
+    CPU,
+    all_kernels,
+    make_spec,
+    needs_compiler,
+    needs_triton,
+    optimize,
+    triton_layers,
+)
 
 from nanovllm import SamplingParams
 from nanovllm.kernels import replacement, select, self_tests
+from nanovllm.kernels.cpu import layers as cpu_layers
 from nanovllm.kernels.cpu import library
 from nanovllm.kernels.select import BACKENDS
 from nanovllm.kernels.self_tests import check_backend
@@ -22,20 +31,36 @@ from nanovllm.layers import attention as torch_backend
 from nanovllm.models.decoder import Attention
 
 
+@all_kernels
+def test_an_optimized_layer_is_named_after_the_class_that_it_replaces(language, device):
+    layers = triton_layers() if language == "triton" else cpu_layers
+    for kind in layers.OPTIMIZED_LAYERS:
+        assert kind.__name__ == f"Fast{kind.replaces.__name__}"
+
+
 @needs_triton
 def test_fused_attention_needs_the_triton_backend():
     """It stores K/V as that backend does."""
     model = optimize(make_spec(torch.float32).make_model(torch_backend), "triton").model
-    assert type(model.layers) is triton_layers().FusedLayers
+    assert type(model.layers) is triton_layers().decoder.FastDecoderLayers
     assert type(model.layers[0].self_attn) is Attention
 
 
 @needs_triton
 def test_the_check_at_start_finds_wrong_kernels(monkeypatch):
     """Also those that ignore all but the first tile of a context, or do not combine splits."""
-    backend = import_module("nanovllm.kernels.cuda.triton_attention")
+    backend = import_module("nanovllm.kernels.cuda.attention")
+    store_kvcache = backend.store_kvcache
+
+    def store_few(key, value, kv_cache, slots):
+        """Leave most tokens to torch. The kernel has a program for each, in a slow interpreter."""
+        store_kvcache(key[:40], value[:40], kv_cache, slots[:40])
+        torch_backend.store_kvcache(key[40:], value[40:], kv_cache, slots[40:])
+
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(backend, "store_kvcache", store_few)
     state = torch.get_rng_state()
-    check = partial(check_backend, backend, DEVICE, torch.float16, make_shape(), 16)
+    check = partial(check_backend, backend, DEVICE, torch.float16, make_shape(2, 1), 16)
     with torch.device("meta"):
         check()
     assert torch.equal(torch.get_rng_state(), state)

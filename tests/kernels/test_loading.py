@@ -10,12 +10,11 @@ from kernel_helpers import CPU, DTYPES, needs_compiler
 from torch import nn
 from transformers import Qwen3Config, Qwen3MoeConfig
 
-from nanovllm.checkpoints.quantization import INT4, INT8
 from nanovllm.checkpoints.tensor_files import open_weights
 from nanovllm.kernels import speed_up_loading
 from nanovllm.kernels.cpu.loading import FastQuantizedWeight
 from nanovllm.layers import attention
-from nanovllm.layers.quantized import QuantizedWeight, Scheme
+from nanovllm.layers.quantized import INT4, INT8, QuantizedWeight, Scheme
 from nanovllm.layers.tensor_parallel import TensorParallel
 from nanovllm.models import weights
 from nanovllm.models.architectures import read_spec

@@ -10,18 +10,14 @@ from conftest import make_batch
 from kernel_helpers import CPU, DTYPES, all_dtypes, make_spec, needs_compiler, quantize, randomize
 from torch.testing import assert_close
 
-from nanovllm.checkpoints.quantization import INT4, INT8
 from nanovllm.kernels import kernelize
 from nanovllm.kernels.cpu import attention as cpp_backend
-from nanovllm.kernels.cpu.fused_layers import FusedLayers
+from nanovllm.kernels.cpu.decoder import FastDecoderLayers
+from nanovllm.kernels.cpu.linear import FastEmbedding, PrepackedWeight
+from nanovllm.kernels.cpu.moe import FastExperts
 from nanovllm.kernels.cpu.panels import can_prepack
-from nanovllm.kernels.cpu.prepacked import (
-    PrepackedEmbedding,
-    PrepackedExperts,
-    PrepackedWeight,
-)
 from nanovllm.layers import attention as torch_backend
-from nanovllm.layers.quantized import QuantizedWeight, Scheme
+from nanovllm.layers.quantized import INT4, INT8, QuantizedWeight, Scheme
 from nanovllm.layers.tensor_parallel import ALONE
 from nanovllm.models.moe import Experts
 from nanovllm.utils.helpers import cdiv
@@ -140,8 +136,8 @@ def test_a_quantized_model_matches_plain_layers(scheme, dtype):
     plain = quantize(randomize(spec.make_model(torch_backend)), scheme)
     fused = quantize(randomize(spec.make_model(cpp_backend)), scheme)
     kernelize(fused, CPU, dtype)
-    assert type(fused.model.layers) is FusedLayers
-    assert type(fused.model.embed_tokens) is PrepackedEmbedding
+    assert type(fused.model.layers) is FastDecoderLayers
+    assert type(fused.model.embed_tokens) is FastEmbedding
     num_tokens = 50
     tokens = torch.arange(num_tokens, dtype=torch.int32)
     batch = make_batch([num_tokens], [num_tokens], torch.arange(4, dtype=torch.int32)[None])
@@ -166,6 +162,6 @@ def test_quantized_experts_match_plain_ones(dtype):
     weights = torch.rand(5, 2)
     expected = experts(x, chosen, weights)
     kernelize(experts, CPU, dtype)
-    assert type(experts) is PrepackedExperts
+    assert type(experts) is FastExperts
     limit = 1e-6 if dtype == torch.float32 else 0.01
     assert relative_error(experts(x, chosen, weights), expected) < limit

@@ -14,18 +14,17 @@ from graph_helpers import make_graphs, repeat_steps
 from kernel_helpers import CPU, make_spec, needs_triton, randomize, triton_layers
 
 from nanovllm import LLM
-from nanovllm.checkpoints.quantization import INT8
 from nanovllm.kernels import kernelize, replacement
 from nanovllm.kernels.cuda import graphs
 from nanovllm.kernels.optimized_layer import OptimizedLayer
-from nanovllm.kernels.self_tests import Call, check_call, find_failure
+from nanovllm.kernels.self_tests import RecordedCall, catch_failure, check_call
 from nanovllm.layers import attention as torch_backend
 from nanovllm.layers.gated_delta import GatedDeltaRule
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.norm import RMSNorm
+from nanovllm.layers.quantized import INT8, QuantizableLayer
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models.decoder import MLP, Attention, DecoderLayers
-from nanovllm.models.quantized_layers import QUANTIZABLE, quantize_layer
 from nanovllm.worker.dummy_steps import make_dummy_batch, run_test_steps, sample_test_rows
 
 LINEAR = {ColumnParallelLinear, RowParallelLinear}
@@ -55,8 +54,8 @@ def make_model(backend, is_quantized=lambda name: True):
     """A model with quantized layers, and a function that computes a prompt."""
     model = randomize(make_spec(torch.float32, qk_norm=True).make_model(backend))
     for name, layer in model.named_modules():
-        if isinstance(layer, QUANTIZABLE) and is_quantized(name):
-            quantize_layer(layer, INT8)
+        if isinstance(layer, QuantizableLayer) and is_quantized(name):
+            layer.quantize(INT8)
     caches = [torch_backend.make_cache(1, 16, 1, 16, torch.float32, CPU) for _ in range(2)]
     batch = make_batch([9], [9], torch.zeros(1, 1, dtype=torch.int32))
     for tensor in (batch.input_ids, batch.positions, batch.slot_mapping):
@@ -133,7 +132,7 @@ def test_no_right_layer_is_replaced(
     """In the whole self-test of an engine, but for attention, which has a check of its own."""
     sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
     make_family(tmp_path, name, **sizes, **REAL_MODELS[name])
-    triton_backend = import_module("nanovllm.kernels.cuda.triton_attention")
+    triton_backend = import_module("nanovllm.kernels.cuda.attention")
     monkeypatch.setattr(triton_backend, "attend", torch_backend.attend)  # faster if interpreted
     llm = LLM(
         str(tmp_path), device=DEVICE.type, dtype=dtype, attention_backend="triton",
@@ -186,11 +185,11 @@ def test_errors_are_relative_to_a_change_or_to_what_is_written_again():
     others = torch.full((10**6,), 9.0)
     for before, expected, written, is_right in cases:
         args = [torch.cat((others, part)) for part in (before, expected, written)]
-        call = Call(write(ones, args[2]), (args[0],), ones, (args[1],))
-        failure = find_failure(check_call, call)
+        call = RecordedCall(write(ones, args[2]), (args[0],), ones, (args[1],))
+        failure = catch_failure(check_call, call)
         assert (failure is None) == is_right, (before, expected, written)
-    almost_zeros = Call(write(1e-9 * ones), (), 0 * ones, ())
-    assert find_failure(check_call, almost_zeros)
+    almost_zeros = RecordedCall(write(1e-9 * ones), (), 0 * ones, ())
+    assert catch_failure(check_call, almost_zeros)
 
 
 @pytest.mark.parametrize("wrong", [add_one, fail])

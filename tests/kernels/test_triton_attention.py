@@ -8,7 +8,7 @@ from conftest import DEVICE, cover_pairs, make_batch, make_shape
 from kernel_helpers import attend, compare_attention, make_step
 
 pytest.importorskip("triton", reason="triton is not installed")
-from nanovllm.kernels.cuda import triton_attention as triton_backend
+from nanovllm.kernels.cuda import attention as triton_backend
 from nanovllm.kernels.cuda.launch import Launch
 
 

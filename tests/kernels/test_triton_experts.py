@@ -5,12 +5,13 @@ import torch
 from conftest import DEVICE, ON_GPU
 from kernel_helpers import make_moe_spec, needs_triton, optimize, quantize, randomize
 
-from nanovllm.checkpoints.quantization import INT8
+from nanovllm.layers.quantized import INT8
 from nanovllm.layers.tensor_parallel import ALONE
 from nanovllm.models.moe import Experts
 
 pytestmark = needs_triton
-mlp = pytest.importorskip("nanovllm.kernels.cuda.mlp")
+moe = pytest.importorskip("nanovllm.kernels.cuda.moe")
+decoder = pytest.importorskip("nanovllm.kernels.cuda.decoder")
 # The interpreter multiplies bfloat16 incorrectly.
 DTYPES = [torch.float16] + [torch.bfloat16] * ON_GPU
 TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2}  # of values around 1
@@ -35,7 +36,7 @@ def test_experts_match_plain_ones(dtype):
     """With small and large tiles, several of an expert, and experts that get no token or all."""
     plain = make_experts(dtype)
     experts = optimize(make_experts(dtype), "triton", dtype)
-    assert type(experts) is mlp.FastExperts
+    assert type(experts) is moe.FastExperts
     for num_tokens in (1, 20, 70):
         x, chosen, weights = make_inputs(num_tokens, dtype)
         for each in (chosen, torch.tensor([3, 1], device=DEVICE).expand_as(chosen)):
@@ -61,7 +62,8 @@ def test_shapes_do_not_depend_on_values(monkeypatch):
     experts = optimize(make_experts(torch.float16), "triton", torch.float16).to("meta")
     experts.bounds = experts.bounds.to("meta")
     grids = []
-    monkeypatch.setattr(mlp, "prepare", lambda *_, **__: lambda grid, *_: grids.append(grid))
+    for module in (moe, decoder):
+        monkeypatch.setattr(module, "prepare", lambda *_, **__: lambda grid, *_: grids.append(grid))
     for num_tokens in (1, 32, 33, 100):
         inputs = [each.to("meta") for each in make_inputs(num_tokens, torch.float16)]
         assert experts(*inputs).shape == (num_tokens, 70)

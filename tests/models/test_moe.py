@@ -13,7 +13,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 from nanovllm.kernels import kernelize
 from nanovllm.kernels.cpu.library import reason_unavailable
-from nanovllm.kernels.cpu.prepacked import PrepackedExperts
+from nanovllm.kernels.cpu.moe import FastExperts
 from nanovllm.layers import attention
 from nanovllm.layers.tensor_parallel import TensorParallel
 from nanovllm.models.architectures import read_spec
@@ -81,7 +81,7 @@ def test_bfloat16_is_closer_to_float32_than_transformers():
     assert (moe(x) - expected).norm() < 0.9 * distance
     if reason_unavailable(torch.bfloat16) is None:
         kernelize(moe, torch.device("cpu"), torch.bfloat16)
-        assert type(moe.experts) is PrepackedExperts
+        assert type(moe.experts) is FastExperts
         output = moe(x)
         assert (output - expected).norm() < 0.65 * distance
         for rows in (slice(0, 0), slice(0, 1), slice(7, 8), slice(3, 40)):

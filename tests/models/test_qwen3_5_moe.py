@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, Qwen3_5MoeConfig, Qwen3_5MoeForCa
 from nanovllm import LLM
 from nanovllm.kernels.cpu.gated_delta import FastDeltaLayer
 from nanovllm.kernels.cpu.library import reason_unavailable
-from nanovllm.kernels.cpu.prepacked import PrepackedExperts
+from nanovllm.kernels.cpu.moe import FastExperts
 from nanovllm.layers.quantized import QuantizedWeight
 from nanovllm.layers.tensor_parallel import TensorParallel
 from nanovllm.models.architectures import read_spec
@@ -134,4 +134,4 @@ def test_kernels_compute_all_layers_with_states(tmp_path, name):
     if reason_unavailable(torch.float32) is None:
         for layer in (layers[0], layers[1], layers[3]):
             assert type(layer) is FastDeltaLayer and layer.struct is not None
-            assert type(layer.mlp.experts) is PrepackedExperts
+            assert type(layer.mlp.experts) is FastExperts

@@ -155,8 +155,8 @@ WRONG_BODIES = (
     # States are read, but not written.
     WrongBody(
         7,
-        "nanovllm.benchmark.roofline:compute_roofline_seconds",
-        "2 * sizes.state",
+        "nanovllm.benchmark.roofline:compute_step_seconds",
+        "(2 if start else 1) * sizes.state",
         "sizes.state",
     ),
 )
@@ -196,12 +196,13 @@ HARMLESS = {
         "make_sampling_batch: < params.top_k < vocab_size -> < params.top_k <= vocab_size",
         "penalize: torch.where(repeated > 0, repeated / repetition,"
         " -> torch.where(repeated >= 0, repeated / repetition",
-        "find_logprobs: max((requested[row] or 0 for row in wanted))"
-        " -> max((requested[row] or 1 for row in wanted))",
+        "find_logprobs: max((requested[row] or 0 for row in asking))"
+        " -> max((requested[row] or 1 for row in asking))",
         "Embedding.forward: self.look_up(rows.masked_fill(is_elsewhere, 0))"
         " -> self.look_up(rows.masked_fill(is_elsewhere, 1))",
-        "count_lanes: units.block_bytes > 0 else num_bytes -> units.block_bytes > 1 else num_bytes",
-        "count_lanes: bisect_right(range(1, most + 1), max(0, limit), key=count_bytes"
+        "CachePlanner.count_lanes: self.block_bytes > 0 else num_bytes"
+        " -> self.block_bytes > 1 else num_bytes",
+        "CachePlanner.count_lanes: bisect_right(range(1, most + 1), max(0, limit), key=count_bytes"
         " -> bisect_right(range(1, most + 1), max(1, limit), key=count_bytes",
     ),
     "numbers are equal only by chance": (

@@ -7,11 +7,13 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from functools import partial
 
 import httpx
 
 from nanovllm.server.chat_completions import parse_chat
 from nanovllm.server.completions import parse_completion
+from nanovllm.server.errors import blaming
 
 KEY = "secret"
 NUM_BLOCKS = 512
@@ -24,9 +26,15 @@ CLIENT = httpx.Client(timeout=60, limits=httpx.Limits(keepalive_expiry=1))
 
 def parse_body(llm, body, is_chat, parses_reasoning=False):
     """What an endpoint makes of a body, without a server."""
+    endpoint = partial(parse_completion, "model")
     if is_chat:
-        return parse_chat("model", parses_reasoning, body, llm)
-    return parse_completion("model", body, llm)
+        endpoint = partial(parse_chat, "model", parses_reasoning)
+    return call_endpoint(endpoint, body, llm)
+
+
+def call_endpoint(endpoint, body, llm):
+    with blaming(body):
+        return endpoint(body, llm)
 
 
 @contextmanager

@@ -29,6 +29,7 @@ from nanovllm.server import metrics
 from nanovllm.server.middleware import is_foreign, log
 
 PAGE = "http://page.example:3000"
+MODEL = "org/a model"
 # Clients have little time, and grammars few states. GET / counts what a garbage collection visits,
 # and GET /?x fails.
 PROGRAM = f"""
@@ -60,7 +61,7 @@ def server():
     """A server whose key is in the environment."""
     # An address that is copied from a browser ends with a slash, which an Origin never does.
     origin = f"{PAGE.upper()}/"
-    options = [*OPTIONS[:-2], "--served-model-name", "served", "--allowed-origins", origin]
+    options = [*OPTIONS[:-2], "--served-model-name", MODEL, "--allowed-origins", origin]
     with start(*options, program=("-c", PROGRAM)) as address_and_process:
         yield address_and_process
 
@@ -165,18 +166,16 @@ def test_the_version_and_pings_need_no_key(url):
         assert CLIENT.get(f"{url}/{path}").status_code == 200
 
 
-def test_a_model_can_be_retrieved_by_its_name(tmp_path):
+def test_a_model_can_be_retrieved_by_its_name(url):
     """openai-python quotes the slashes of a name."""
-    name = "org/a model"
-    with start(*OPTIONS, "--served-model-name", name) as (url, _):
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
-        (model,) = client.models.list()
-        assert client.models.retrieve(name) == model
-        assert CLIENT.get(f"{url}/v1/models/{name}", headers=HEADERS).json()["id"] == name
-        with pytest.raises(openai.NotFoundError) as caught:
-            client.models.retrieve("other")
-        assert caught.value.code == "model_not_found"
-        assert CLIENT.get(f"{url}/v1/models/{name}").status_code == 401
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
+    (model,) = client.models.list()
+    assert client.models.retrieve(MODEL) == model
+    assert CLIENT.get(f"{url}/v1/models/{MODEL}", headers=HEADERS).json()["id"] == MODEL
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.models.retrieve("other")
+    assert caught.value.code == "model_not_found"
+    assert CLIENT.get(f"{url}/v1/models/{MODEL}").status_code == 401
 
 
 def test_unknown_paths_and_methods_are_named(url):

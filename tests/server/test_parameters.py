@@ -5,12 +5,13 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
-from server_helpers import parse_body
+from server_helpers import call_endpoint, parse_body
 
 from nanovllm import SamplingParams
 from nanovllm.features.structured_outputs.grammars import StructuredOutputs
+from nanovllm.server.chat_completions import parse_chat
 from nanovllm.server.errors import ApiError
-from nanovllm.server.parameters import CHAT, COMPLETION, FALSE, IGNORED, NEUTRAL
+from nanovllm.server.parameters import CHAT, COMPLETION, IGNORED, NEUTRAL
 from nanovllm.server.tokenization import detokenize, tokenize
 
 QUESTION = [{"role": "user", "content": "What is 12 + 30?"}]
@@ -18,6 +19,8 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "
 OTHER = {"type": "function", "function": {"name": "subtract"}}
 CALL = {"tools": [TOOL], "tool_choice": "required"}
 JSON = {"response_format": {"type": "json_object"}}
+NEUTRAL_PAIRS = [(name, value) for value, names in NEUTRAL for name in names.split()]
+NEUTRAL_NAMES = {name for name, _ in NEUTRAL_PAIRS}
 VALID = {False: {"prompt": "x"}, True: {"messages": QUESTION}}
 
 
@@ -37,9 +40,10 @@ def reject(llm, body, is_chat=True):
 def test_values_that_say_nothing_change_nothing(llm, is_chat, names):
     expected = parse_body(llm, VALID[is_chat], is_chat)
     accepted = [("unknown", value) for value in (None, "", [], {})]
-    accepted += [(name, 0.0) for name in set(FALSE.split()) - names]
+    neutral = [(name, value) for name, value in NEUTRAL_PAIRS if name not in names]
+    accepted += [(name, 0.0) for name, value in neutral if value is False]
     accepted += [(name, {"any": ["value"]}) for name in IGNORED]
-    accepted += [(name, value) for name in NEUTRAL.keys() - names for value in NEUTRAL[name]]
+    accepted += neutral
     accepted += [(name, None) for name in names - VALID[is_chat].keys()]
     for name, value in accepted:
         assert parse_body(llm, {**VALID[is_chat], name: value}, is_chat) == expected, name
@@ -47,8 +51,8 @@ def test_values_that_say_nothing_change_nothing(llm, is_chat, names):
 
 @pytest.mark.parametrize("is_chat, names", [(True, CHAT), (False, COMPLETION)])
 def test_other_values_are_rejected_by_name(llm, is_chat, names):
-    for name in ["unknown", "max_new_tokens", *NEUTRAL.keys() - names]:
-        for other in ("x", [3], {"x": 1}, 7, *([False, 0] if name not in NEUTRAL else ())):
+    for name in ["unknown", "max_new_tokens", *NEUTRAL_NAMES - names]:
+        for other in ("x", [3], {"x": 1}, 7, *([False, 0] if name not in NEUTRAL_NAMES else ())):
             error = reject(llm, {name: other}, is_chat)
             assert error.param == name
             assert name in error.message
@@ -58,6 +62,11 @@ def test_other_values_are_rejected_by_name(llm, is_chat, names):
     "is_chat, body, param",
     [
         (False, {"messages": QUESTION}, "messages"),
+        (False, {"prompt": None}, "prompt"),
+        (False, {"prompt": []}, "prompt"),
+        (False, {"prompt": {"x": 1}}, "prompt"),
+        (False, {"prompt": [1.5]}, "prompt"),
+        (True, {"messages": None}, "messages"),
         (False, {"prompt_logprobs": 0}, "prompt_logprobs"),
         (True, {"prompt": "x"}, "prompt"),
         (True, {"stream_options": {"include_usage": True}}, "stream_options"),
@@ -135,14 +144,14 @@ def test_the_package_for_constraints_is_named_if_it_is_missing(llm, monkeypatch)
 )
 def test_what_cannot_be_tokenized_is_named(llm, endpoint, body, param):
     with pytest.raises(ApiError) as caught:
-        endpoint(body, llm)
+        call_endpoint(endpoint, body, llm)
     assert caught.value.param == param
 
 
 def test_an_error_of_the_tokenizer_is_an_error_of_the_tokens(llm, monkeypatch):
     monkeypatch.setattr(llm, "tokenizer", SimpleNamespace(decode=lambda *_, **__: 1 // 0))
     with pytest.raises(ApiError, match="cannot decode") as caught:
-        detokenize({"tokens": [1]}, llm)
+        call_endpoint(detokenize, {"tokens": [1]}, llm)
     assert caught.value.param == "tokens"
 
 
@@ -154,9 +163,9 @@ def test_a_lone_surrogate_is_an_error_of_the_client(llm, monkeypatch, name):
     message = {"role": "user", "content": text}
     values = {"messages": [message], "chat_template_kwargs": {"text": text}}
     body = {**VALID[True], name: values[name]}
-    for parse in (partial(parse_body, is_chat=True), lambda llm, body: tokenize(body, llm)):
+    for endpoint in (partial(parse_chat, "model", False), tokenize):
         with pytest.raises(ApiError, match="surrogates not allowed"):
-            parse(llm, body)
+            call_endpoint(endpoint, body, llm)
 
 
 # What LangChain, SillyTavern, litellm and vLLM's client send beside the documented values.
@@ -173,13 +182,13 @@ NEUTRAL_VALUES = {
 }
 
 
-@pytest.mark.parametrize("endpoint", [partial(parse_body, is_chat=True), tokenize])
+@pytest.mark.parametrize("endpoint", [partial(parse_chat, "model", False), tokenize])
 def test_thinking_can_be_chosen_as_in_qwens_own_programs(llm, monkeypatch, endpoint):
     """At the top level of a body, or as a variable of the template."""
     monkeypatch.setattr(llm.tokenizer, "chat_template", "{{ enable_thinking }}")
 
     def render(**body):
-        result = endpoint(body={**VALID[True], **body}, llm=llm)
+        result = call_endpoint(endpoint, {**VALID[True], **body}, llm)
         ids = result["tokens"] if endpoint is tokenize else result.prompts[0].token_ids
         return llm.tokenizer.decode(ids)
 

@@ -108,7 +108,7 @@ def list_admissions(url, number):
     while num_finished < number:
         steps = list_steps(read_messages(url))
         works = [work for step in steps for work in step["work"]]
-        num_finished = sum("finish_reason" in work for work in works)
+        num_finished = sum(work["finish_reason"] is not None for work in works)
     admissions = {}
     for position, step in enumerate(steps):
         for work in step["work"]:

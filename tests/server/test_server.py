@@ -239,7 +239,8 @@ JSON = st.recursive(
     max_leaves=6,
 )
 # Without max_completion_tokens, so that max_tokens keeps replies short.
-NAMES = sorted((CHAT | COMPLETION | NEUTRAL.keys()) - {"max_completion_tokens"})
+NEUTRAL_NAMES = {name for _, names in NEUTRAL for name in names.split()}
+NAMES = sorted((CHAT | COMPLETION | NEUTRAL_NAMES) - {"max_completion_tokens"})
 BODIES = st.dictionaries(st.sampled_from(NAMES) | TEXTS, JSON, max_size=6)
 NUM_TOKENS = st.sampled_from([-1, 0, 1, 2, 2.5, "2", [], {}])
 PATHS = st.sampled_from(["/v1/completions", "/v1/chat/completions"])

@@ -10,7 +10,9 @@ from server_helpers import parse_body, write
 from tokenizer_helpers import SPECIAL, byte_fallback, byte_level
 
 from nanovllm import LLM
-from nanovllm.server.token_texts import ChatTexts
+from nanovllm.server.token_texts import list_tokens
+from nanovllm.text.detokenizer import Detokenizer
+from nanovllm.text.generated_text import GeneratedText
 
 
 @pytest.fixture(scope="module", params=[byte_level(), byte_fallback(strip=True)])
@@ -31,9 +33,9 @@ def ask(llm, is_chat=False, **body):
         llm.tokenizer.chat_template = "{{ messages[0].content }}"
         body["messages"] = [{"role": "user", "content": body.pop("prompt")}]
         body |= {"logprobs": True, "top_logprobs": 3}
-    [(prompt, params, _)], reply = parse_body(llm, body, is_chat)
+    prompts, reply = parse_body(llm, body, is_chat)
     llm.eos_token_ids = frozenset()
-    return write(reply, llm.stream([prompt], params))
+    return write(reply, llm._stream(prompts))
 
 
 def ask_whole(llm, **body):
@@ -89,9 +91,14 @@ def test_a_chat_lists_as_many_candidates_as_requested(llm):
 def test_bytes_join_to_the_bytes_of_the_text(llm):
     """Also those of a character that has several tokens."""
     prompt, ids = [llm.tokenizer.encode(text, add_special_tokens=False) for text in ("a", "é你 a")]
-    writer = ChatTexts(llm.vocabulary, prompt)
-    entries = [{token_id: -0.5} for token_id in ids]
-    content = writer.write(ids, entries, is_last=True)["content"]
+    output = {
+        "token_ids": ids,
+        "logprobs": [{token_id: -0.5} for token_id in ids],
+        "token_texts": GeneratedText(Detokenizer(llm.tokenizer, prompt)).list_pieces(ids, True),
+    }
+    llm.tokenizer.chat_template = "{{ messages[0].content }}"
+    _, reply = parse_body(llm, {"messages": [{"role": "user", "content": "a"}]}, is_chat=True)
+    content = reply.write_logprobs(list_tokens(llm.vocabulary, output, 0))["content"]
     data = b"".join(bytes(entry["bytes"]) for entry in content)
     assert data.strip() == "é你 a".encode()
     assert "".join(entry["token"] for entry in content).strip() == "é你 a"
@@ -122,14 +129,14 @@ def test_a_prompt_of_ids_is_echoed_up_to_its_last_whole_character(llm):
 
 
 def test_minus_infinity_is_written_as_a_number(llm, monkeypatch):
-    stream = llm.stream
+    stream = llm._stream
 
-    def with_infinity(prompts, params):
-        for output in stream(prompts, params):
+    def with_infinity(prompts):
+        for output in stream(prompts):
             for entry in output["logprobs"]:
                 entry.update(dict.fromkeys(entry, -math.inf))
             yield output
 
-    monkeypatch.setattr(llm, "stream", with_infinity)
+    monkeypatch.setattr(llm, "_stream", with_infinity)
     for choice in (ask_whole(llm), ask_whole(llm, is_chat=True)):
         assert "-9999.0" in json.dumps(choice, allow_nan=False)

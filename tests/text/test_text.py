@@ -15,8 +15,9 @@ from tokenizer_helpers import BYTES, LETTERS, WORDS, byte_fallback, byte_level, 
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import ByT5Tokenizer
 
-from nanovllm.text import detokenizer
+from nanovllm.text import detokenizer, generated_text
 from nanovllm.text.detokenizer import Detokenizer
+from nanovllm.text.generated_text import GeneratedText
 from nanovllm.text.vocabulary import Vocabulary
 
 ALPHABET = [*"abt  é你好👩\u200dÿ\n▁\u0302", "the cat", " sat", "日本語", "\ufffd"]
@@ -55,12 +56,18 @@ def byte_ids(name, data):
     return TOKENIZERS[name].convert_tokens_to_ids([names[name][byte] for byte in data])
 
 
+def make_reader(tokenizer, prompt=(), stops=(), hidden_ids=None):
+    return GeneratedText(Detokenizer(tokenizer, list(prompt), hidden_ids), tuple(stops))
+
+
 def stream(tokenizer, token_ids, prompt=(), hidden_ids=None):
     """The text shown after each token, and at the end. It must be append-only until then."""
-    reader = Detokenizer(tokenizer, list(prompt), hidden_ids=hidden_ids)
-    ends = range(1, len(token_ids) + 1)
-    shown = [reader.read([*prompt, *token_ids[:end]], is_last=False) for end in ends]
-    shown.append(reader.read([*prompt, *token_ids], is_last=True))
+    reader = make_reader(tokenizer, prompt, hidden_ids=hidden_ids)
+    shown = []
+    for end in range(1, len(token_ids) + 1):
+        shown.append(reader.read(token_ids[:end], is_last=False))
+        assert "".join(reader.list_pieces(token_ids[:end], is_last=False)) == shown[-1]
+    shown.append(reader.read(token_ids, is_last=True))
     for before, after in pairwise(shown):
         assert after.startswith(before)
     return shown
@@ -73,7 +80,7 @@ def check_stream(tokenizer, token_ids):
         if "\ufffd" not in complete:
             assert text == complete, "text is held back without need"
     whole = decode(tokenizer, token_ids)
-    assert Detokenizer(tokenizer, []).read(token_ids, is_last=True) == whole
+    assert make_reader(tokenizer).read(token_ids, is_last=True) == whole
     assert last == whole or not whole.startswith(shown[-1])
     return shown, last == whole
 
@@ -108,7 +115,7 @@ def test_tokens_that_are_no_text(name):
         token_ids = rng.choices(choices, k=rng.randrange(1, 120))
         shown, is_whole = check_stream(tokenizer, token_ids)
         assert is_whole or name == "byt5" or decode(tokenizer, token_ids).count("\ufffd") > 1
-        reader = Detokenizer(tokenizer, [])
+        reader = make_reader(tokenizer)
         for end in sorted(rng.sample(range(1, len(token_ids) + 1), len(token_ids) // 4)):
             assert reader.read(token_ids[:end], is_last=False) == shown[end - 1]
 
@@ -157,18 +164,24 @@ def test_any_bytes_only_grow_to_what_the_tokenizer_says(data, split, stops):
     tokenizer = TOKENIZERS["byte-level"]
     token_ids = byte_ids("byte-level", bytes(data))
     prompt = token_ids[:split]
-    reader = Detokenizer(tokenizer, prompt, stops)
+    generated = token_ids[split:]
+    reader = make_reader(tokenizer, prompt, stops)
     shown = ""
-    for end in range(len(prompt), len(token_ids) + 1):
-        has_ended = reader.meets_stop_string(token_ids[:end], True)
-        text = reader.read(token_ids[:end], is_last=False)
+    has_ended = False
+    end = len(prompt)
+    for num_tokens in range(1, len(generated) + 1):
+        end = len(prompt) + num_tokens
+        has_ended = reader.meets_stop_string(generated[:num_tokens], True)
+        text = reader.read(generated[:num_tokens], is_last=False)
         assert text.startswith(shown)
         shown = text
         if has_ended:
             break
-    last = reader.read(token_ids[:end], is_last=True)
+    given = token_ids[len(prompt) : end]
+    last = reader.read(given, is_last=True)
     assert last.startswith(shown)
-    whole = Detokenizer(tokenizer, prompt).read(token_ids[:end], is_last=True)
+    whole = make_reader(tokenizer, prompt).read(given, is_last=True)
+    assert "".join(reader.list_pieces(given, is_last=True)) == whole
     assert last == whole[: len(last)] if has_ended else last == whole
     # A character that the prompt begins belongs to the text, so the prompt's U+FFFD is not in it.
     starts = range(len(prompt), max(-1, len(prompt) - 4), -1)
@@ -230,7 +243,7 @@ def test_the_text_ends_before_the_first_stop_string(name):
         suffix = "".join(others)
         stops = [suffix, first + suffix, rng.choice(letters)]
         num_withheld = max(map(len, stops)) - 1
-        reader = Detokenizer(tokenizer, [], tuple(stops))
+        reader = make_reader(tokenizer, stops=stops)
         expected = decode(tokenizer, token_ids)
         known = ""
         shown = ""
@@ -243,19 +256,31 @@ def test_the_text_ends_before_the_first_stop_string(name):
             known = text
             may_stop = rng.random() < 0.5
             has_ended = may_stop and bool(starts)
-            assert reader.read(given, is_last=False) == shown, (
-                "the token is shown before the search"
-            )
             assert reader.meets_stop_string(given, may_stop) == has_ended
             if has_ended:
                 expected = text[: min(starts)]
                 assert expected.startswith(shown), "part of a stop string is shown"
                 assert reader.read(given, is_last=False) == expected
-                assert reader.meets_stop_string(token_ids, False), "the end is forgotten"
                 break
             shown = reader.read(given, is_last=False)
             assert shown == released[: max(0, len(released) - num_withheld)]
         assert reader.read(token_ids, is_last=True) == expected
+
+
+@each_tokenizer
+def test_pieces_go_on_behind_the_end_of_the_text(name):
+    """A stop string and a stop token have pieces, which the text leaves out."""
+    token_ids = encode(TOKENIZERS[name], "the cat")
+    reader = make_reader(TOKENIZERS[name], stops=["t"])
+    assert reader.meets_stop_string(token_ids, may_stop=True)
+    assert reader.read(token_ids, is_last=True) == "the ca"
+    assert "".join(reader.list_pieces(token_ids, is_last=True)) == "the cat"
+    reader = make_reader(TOKENIZERS[name])
+    text = reader.read(token_ids[:-1], is_last=True)
+    *others, last = reader.list_pieces(token_ids, is_last=True)
+    assert "".join(others) == text
+    assert text + last == "the cat"
+    assert reader.read(token_ids[:-1], is_last=True) == text
 
 
 # --- errors and interrupts
@@ -278,7 +303,7 @@ def test_a_token_that_cannot_be_decoded_becomes_a_replacement_character(name):
     texts = ["the cat", " sat", "aé", "b ", "日本", "<tool>"]
     with patch.object(tokenizer, "decode", decode_or_fail):
         for _ in range(50):
-            reader = Detokenizer(tokenizer, [])
+            reader = make_reader(tokenizer)
             good = []
             token_ids = []
             shown = ""
@@ -290,7 +315,7 @@ def test_a_token_that_cannot_be_decoded_becomes_a_replacement_character(name):
                 expected += text[len(shown) :] + "\ufffd"
                 shown = text
             assert stream(tokenizer, token_ids)[-2:] == [expected] * 2
-            assert Detokenizer(tokenizer, []).read(token_ids, is_last=True) == expected
+            assert make_reader(tokenizer).read(token_ids, is_last=True) == expected
         half = encode(tokenizer, "é")[:1]
         if decode(tokenizer, half) == "\ufffd":
             assert stream(tokenizer, [*half, BAD])[-1] == "\ufffd" * 2, "the half character stays"
@@ -304,7 +329,7 @@ def test_an_exception_that_the_tokenizer_does_not_raise_again_is_not_its_own():
     token_ids = encode(tokenizer, "the cat")
     original = tokenizer.decode
     for num_calls in range(4):
-        reader = Detokenizer(tokenizer, [])
+        reader = make_reader(tokenizer)
         effects = [*[DEFAULT] * num_calls, TimeoutError, *[DEFAULT] * 30]
         failing = patch.object(tokenizer, "decode", wraps=original, side_effect=effects)
         with failing, pytest.raises(TimeoutError):
@@ -314,10 +339,10 @@ def test_an_exception_that_the_tokenizer_does_not_raise_again_is_not_its_own():
 
 @contextmanager
 def interrupt_at(target, lines):
-    """Raise KeyboardInterrupt at the detokenizer's line number `target`. Lists lines in `lines`."""
+    """Raise KeyboardInterrupt at line number `target` of the text. Lists lines in `lines`."""
 
     def trace(frame, event, argument):
-        if frame.f_code.co_filename != detokenizer.__file__:
+        if frame.f_code.co_filename not in (detokenizer.__file__, generated_text.__file__):
             return None
         if event == "line":
             lines.append(frame.f_lineno)
@@ -333,10 +358,15 @@ def interrupt_at(target, lines):
 
 
 def feed(reader, token_ids, shown):
-    """Feed the rest of a sequence. `shown` grows by what each token releases."""
+    """Feed the rest of a sequence, until it ends. `shown` grows by what each token releases."""
     for end in range(len(shown) + 1, len(token_ids) + 1):
-        has_ended = reader.meets_stop_string(token_ids[:end], True)
-        shown.append((has_ended, reader.read(token_ids[:end], is_last=end == len(token_ids))))
+        given = token_ids[:end]
+        is_last = end == len(token_ids)
+        has_ended = reader.meets_stop_string(given, may_stop=True)
+        text = reader.read(given, is_last)
+        shown.append((has_ended, text, reader.list_pieces(given, is_last)))
+        if has_ended:
+            break
 
 
 @pytest.mark.parametrize(
@@ -353,13 +383,14 @@ def test_an_interrupt_at_any_line_changes_no_text(name, text, stops, monkeypatch
     token_ids = encode(tokenizer, text + "<s>" * 3 + text)
     expected = []
     lines = []
-    reader = Detokenizer(tokenizer, [], stops)
+    reader = make_reader(tokenizer, stops=stops)
     with interrupt_at(0, lines):
         feed(reader, token_ids, expected)
     for target in range(1, len(lines) + 1):
-        reader = Detokenizer(tokenizer, [], stops)
+        reader = make_reader(tokenizer, stops=stops)
         shown = []
         with pytest.raises(KeyboardInterrupt), interrupt_at(target, []):
             feed(reader, token_ids, shown)
+        reader.roll_back(len(shown))
         feed(reader, token_ids, shown)
         assert shown == expected, target

@@ -13,7 +13,7 @@ from nanovllm.layers.tensor_parallel import TensorParallel
 from nanovllm.utils.helpers import cdiv
 from nanovllm.worker import cache_plan, memory
 from nanovllm.worker import worker as worker_module
-from nanovllm.worker.cache_plan import CacheUnits, find_budget, plan_cache
+from nanovllm.worker.cache_plan import CachePlanner, find_budget
 from nanovllm.worker.memory import find_available_memory, show_bytes
 from nanovllm.worker.startup import profile, warm_up
 
@@ -92,9 +92,13 @@ class FakeGPU:
 def count_tokens_on_gpu(free, utilization, max_model_len):
     """Count the tokens that fit into a KV cache where a token takes 1000 bytes."""
     config = Config("", gpu_memory_utilization=utilization)
-    blocks_per_lane = cdiv(max_model_len, 10)
-    units = CacheUnits(block_bytes=10_000, block_size=10, blocks_per_lane=blocks_per_lane)
-    plan = plan_cache(config, *find_budget(config, FakeGPU(free)), units)
+    planner = CachePlanner(
+        config=config,
+        block_bytes=10_000,
+        block_size=10,
+        blocks_per_lane=cdiv(max_model_len, 10),
+    )
+    plan = planner.plan(*find_budget(config, FakeGPU(free)))
     assert f"{plan.num_blocks} blocks of 10 = {plan.num_tokens} tokens" in plan.description
     assert plan.num_tokens == plan.num_blocks * 10
     return plan.num_tokens
@@ -171,7 +175,7 @@ def test_the_profile_run_ends_with_the_costliest_sampling(make_llm):
 def plan_with_states(num_bytes, state_bytes, **options):
     """Plan a cache in which a block of 10 tokens takes 1000 bytes."""
     sizes = dict(block_bytes=1000, state_bytes=state_bytes, block_size=10, blocks_per_lane=100)
-    return plan_cache(Config("", **options), num_bytes, "tests", CacheUnits(**sizes))
+    return CachePlanner(config=Config("", **options), **sizes).plan(num_bytes, "tests")
 
 
 @pytest.mark.parametrize("num_drafts, num_lanes", [(0, 24), (3, 16)])
@@ -215,14 +219,15 @@ def test_ranks_agree_on_the_smallest_budget(make_llm, monkeypatch):
 
 def plan_with_windows(num_bytes, block_bytes=1000, **options):
     """Plan a second pool of blocks that take 1000 bytes, for windows of 30 tokens."""
-    units = CacheUnits(
+    planner = CachePlanner(
+        config=Config("", **options),
         block_bytes=block_bytes,
         window_block_bytes=1000,
         block_size=10,
         blocks_per_lane=100,
         window=30,
     )
-    return plan_cache(Config("", **options), num_bytes, "tests", units)
+    return planner.plan(num_bytes, "tests")
 
 
 def test_windows_have_half_of_the_memory_and_a_step_an_eighth():

@@ -106,7 +106,7 @@ def test_the_engine_computes_on_its_gpu_without_autocast(make_llm, monkeypatch):
     parts = [
         (kernels, "select_backend"),
         (startup, "allocate_caches"),
-        (kernels, "capture_graphs"),
+        (kernels, "make_cuda_graphs"),
         (Worker, "compute"),
         (model_runner, "make_sampling_batch"),
         (ModelRunner, "sample"),

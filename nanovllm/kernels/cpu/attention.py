@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nanovllm.batch.batch import Batch
 from nanovllm.kernels.cpu import library
+from nanovllm.kernels.cpu.declarations import Heads, Sequences, Struct
 from nanovllm.kernels.cpu.library import SHORT_QUERY, load
 from nanovllm.layers.attention import AttentionShape
 from nanovllm.layers.attention import make_cache as make_cache
@@ -18,8 +19,8 @@ NAME = "cpp"
 PREFERRED_BLOCK_SIZE = 16
 SUPPORTS_CUDA_GRAPHS = False
 MAX_DRAFT_LEN = SHORT_QUERY - 1  # a draft follows the newest token
-# FusedLayers attends with these fields, too.
-KNOWN_FIELDS = {"num_heads", "num_kv_heads", "head_dim", "scale", "window"}
+# FastDecoderLayers attends with these fields, too.
+KNOWN_FIELDS = {field[0] for field in Heads._fields_}
 
 
 def reason_unavailable(
@@ -59,23 +60,22 @@ def attend(query: Tensor, kv_cache: Tensor, batch: Batch, shape: AttentionShape)
     """
     output = torch.empty_like(query)
     kernels = load(query.dtype)
-    block_size, num_kv_heads, head_dim = kv_cache.shape[2:]
-    arguments = [
-        query,
-        *kv_cache,
-        output,
-        batch.cu_seqlens_q,
-        batch.context_lens,
-        batch.block_tables,
-        *batch.block_tables.shape,
-        block_size,
-        num_kv_heads,
-        query.shape[1] // num_kv_heads,
-        head_dim,
-        shape.scale,
-        shape.window or 0,  # 0: all
-    ]
+    block_size, num_kv_heads = kv_cache.shape[2:4]
+    sequences = describe_sequences(batch, block_size)
+    heads = describe_heads(shape, query.shape[1], num_kv_heads)
+    arguments = (query, *kv_cache, output, sequences, heads)
     kernels.decode_attention(*arguments)  # writes the rows of short queries
     if batch.max_seqlen_q > SHORT_QUERY:
         kernels.prefill_attention(*arguments)  # writes all other rows
     return output
+
+
+def describe_heads(shape: AttentionShape, num_heads: int, num_kv_heads: int) -> Struct:
+    """Describe the heads of this rank. Without a window, it is 0."""
+    window = shape.window or 0
+    return Heads(shape, num_heads=num_heads, num_kv_heads=num_kv_heads, window=window)
+
+
+def describe_sequences(batch: Batch, block_size: int) -> Struct:
+    num_seqs, table_width = batch.block_tables.shape
+    return Sequences(batch, num_seqs=num_seqs, table_width=table_width, block_size=block_size)

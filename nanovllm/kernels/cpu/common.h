@@ -102,7 +102,7 @@ static Vector gelu(Vector x) {
     return times_sigmoid(x, 1.59576912f * (x + 0.044715f * x * x * x));
 }
 
-// The function of a gate, as in prepacked.py.
+// The function of a gate, as in linear.py.
 enum Gate { NO_GATE, SILU, GELU };
 
 static Vector activate(Vector gate, int64_t kind) { return kind == GELU ? gelu(gate) : silu(gate); }

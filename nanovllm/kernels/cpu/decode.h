@@ -205,11 +205,12 @@ static void attend_to_part(const T* query, const T* keys, const T* values,
 }
 
 extern "C" void decode_attention(const T* query, const T* keys, const T* values, T* output,
-                                 const int32_t* cu_seqlens_q, const int32_t* context_lens,
-                                 const int32_t* block_tables, int64_t num_seqs, int64_t table_width,
-                                 int64_t block_size, int64_t num_kv_heads, int64_t group_size,
-                                 int64_t head_dim, float scale, int64_t window) {
-    int64_t num_heads = num_kv_heads * group_size;
+                                 const Sequences* seqs, const Heads* heads) {
+    const int32_t* context_lens = seqs->context_lens;
+    int64_t num_heads = heads->num_heads;
+    int64_t group_size = num_heads / heads->num_kv_heads;
+    int64_t head_dim = heads->head_dim;
+    int64_t window = heads->window;
     int64_t size = num_heads * head_dim;
     struct Part {  // one query token and one split of its context
         int64_t seq;
@@ -219,9 +220,9 @@ extern "C" void decode_attention(const T* query, const T* keys, const T* values,
         bool is_first;  // of this row
     };
     std::vector<Part> parts;  // query tokens that read the same K/V are adjacent
-    for (int64_t seq = 0; seq < num_seqs; seq++) {
-        int64_t start = cu_seqlens_q[seq];
-        int64_t query_len = cu_seqlens_q[seq + 1] - start;
+    for (int64_t seq = 0; seq < seqs->num_seqs; seq++) {
+        int64_t start = seqs->cu_seqlens_q[seq];
+        int64_t query_len = seqs->cu_seqlens_q[seq + 1] - start;
         if (query_len > SHORT_QUERY) continue;
         int64_t tokens_before = context_lens[seq] - query_len;
         int64_t first = find_first_visible(tokens_before, window) / SPLIT * SPLIT;
@@ -250,9 +251,9 @@ extern "C" void decode_attention(const T* query, const T* keys, const T* values,
             auto [seq, row, first_token, num_tokens, _] = parts[i];
             float* sums = results + i * stride;
             float* highest = sums + size;
-            attend(query + row * size, keys, values, block_tables + seq * table_width, first_token,
-                   num_tokens, block_size, num_kv_heads, group_size, head_dim, scale, sums, highest,
-                   highest + num_heads);
+            attend(query + row * size, keys, values, seqs->block_tables + seq * seqs->table_width,
+                   first_token, num_tokens, seqs->block_size, heads->num_kv_heads, group_size,
+                   head_dim, heads->scale, sums, highest, highest + num_heads);
         });
         // Combine splits: the weights of each are scaled by exp(its highest score - the highest of
         // all).

@@ -13,8 +13,6 @@ struct DeltaLayer {  // filled by Python: see declarations.py
     Weight out;
     Weight gate_up;
     Weight down;
-    int64_t hidden_size;
-    int64_t intermediate_size;
 };
 
 // Run the layer on x [num_tokens, hidden_size], in place.
@@ -22,15 +20,13 @@ extern "C" void delta_layer(const DeltaLayer* layer, T* x, float* states, const 
                             const int32_t* write_slots, const int32_t* cu_seqlens_q,
                             int64_t num_tokens, int64_t num_seqs) {
     const DeltaRule* rule = &layer->rule;
-    int64_t hidden_size = layer->hidden_size;
-    int64_t intermediate_size = layer->intermediate_size;
+    int64_t hidden_size = layer->out.out_features;
     int64_t num_heads = rule->num_value_heads;
     int64_t value_size = num_heads * rule->value_dim;
     int64_t qkv_size = 2 * rule->num_key_heads * rule->key_dim + value_size;
-    int64_t qkvz_size = qkv_size + value_size;
     int64_t ba_size = 2 * num_heads;
-    int64_t qkvz_stride = find_stride(qkvz_size);
-    int64_t gated_stride = find_stride(intermediate_size);
+    int64_t qkvz_stride = find_stride(qkv_size + value_size);
+    int64_t gated_stride = find_stride(layer->gate_up.out_features);
     int64_t wide_stride = std::max(qkvz_stride, gated_stride);
     static thread_local Buffer<T> buffer;
     T* normed = buffer.get(num_tokens * (hidden_size + wide_stride + ba_size + value_size));
@@ -39,22 +35,20 @@ extern "C" void delta_layer(const DeltaLayer* layer, T* x, float* states, const 
     T* output = ba + num_tokens * ba_size;
     T* gated = qkvz;  // in the same memory, after these were read
     Team::form(true, [=] {
-        auto project = [=](const T* from, int64_t from_size, int64_t from_stride, const Weight& w,
-                           T* to, int64_t size, int64_t stride, Gate gate = NO_GATE) {
-            linear(from, &w, nullptr, to == x ? x : nullptr, to, num_tokens, from_size, from_stride,
-                   size, stride, gate);
+        auto project = [=](const T* from, int64_t from_stride, const Weight& w, T* to,
+                           int64_t stride) {
+            linear(from, w, nullptr, to == x ? x : nullptr, to, num_tokens, from_stride, stride);
         };
         rms_norm(x, layer->input_norm, nullptr, normed, num_tokens, hidden_size);
-        project(normed, hidden_size, hidden_size, layer->qkvz, qkvz, qkvz_size, qkvz_stride);
-        project(normed, hidden_size, hidden_size, layer->ba, ba, ba_size, ba_size);
+        project(normed, hidden_size, layer->qkvz, qkvz, qkvz_stride);
+        project(normed, hidden_size, layer->ba, ba, ba_size);
         gated_delta_rule(rule, qkvz, qkvz + qkv_size, ba, ba + num_heads, qkvz_stride, qkvz_stride,
                          ba_size, ba_size, states, read_slots, write_slots, cu_seqlens_q, num_seqs,
                          output);
-        project(output, value_size, value_size, layer->out, x, hidden_size, hidden_size);
+        project(output, value_size, layer->out, x, hidden_size);
         if (!layer->post_attention_norm.weight) return;
         rms_norm(x, layer->post_attention_norm, nullptr, normed, num_tokens, hidden_size);
-        project(normed, hidden_size, hidden_size, layer->gate_up, gated, intermediate_size,
-                gated_stride, SILU);
-        project(gated, intermediate_size, gated_stride, layer->down, x, hidden_size, hidden_size);
+        project(normed, hidden_size, layer->gate_up, gated, gated_stride);
+        project(gated, gated_stride, layer->down, x, hidden_size);
     });
 }

@@ -10,8 +10,8 @@
 // in the order of the experts. A token must not choose an expert twice.
 extern "C" void experts(const T* x, const int64_t* chosen, const float* weights,
                         const Weight* gate_up, const Weight* down, T* output, int64_t num_tokens,
-                        int64_t num_chosen, int64_t num_experts, int64_t hidden_size,
-                        int64_t intermediate_size) {
+                        int64_t num_chosen, int64_t num_experts) {
+    int64_t hidden_size = gate_up->in_features;
     // The places in `chosen`, sorted by expert. Those of an expert begin at its start.
     int64_t num_places = num_tokens * num_chosen;
     std::vector<int64_t> starts(num_experts + 1);
@@ -22,7 +22,7 @@ extern "C" void experts(const T* x, const int64_t* chosen, const float* weights,
     for (int64_t i = 0; i < num_places; i++) places[ends[chosen[i]]++] = i;
 
     int64_t num_numbers = num_tokens * hidden_size;
-    int64_t gated_stride = find_stride(intermediate_size);
+    int64_t gated_stride = find_stride(gate_up->out_features);
     static thread_local Buffer<T> buffer;
     static thread_local Buffer<float> sum_buffer;
     T* rows = buffer.get(num_numbers + num_tokens * gated_stride);
@@ -38,10 +38,10 @@ extern "C" void experts(const T* x, const int64_t* chosen, const float* weights,
                 std::copy_n(x + own[i] / num_chosen * hidden_size, hidden_size,
                             rows + i * hidden_size);
             });
-            linear(rows, gate_up + expert, nullptr, nullptr, gated, num_rows, hidden_size,
-                   hidden_size, intermediate_size, gated_stride, SILU);
-            linear(gated, down + expert, nullptr, nullptr, rows, num_rows, intermediate_size,
-                   gated_stride, hidden_size, hidden_size, NO_GATE);
+            linear(rows, gate_up[expert], nullptr, nullptr, gated, num_rows, hidden_size,
+                   gated_stride);
+            linear(gated, down[expert], nullptr, nullptr, rows, num_rows, gated_stride,
+                   hidden_size);
             parallel_for(num_rows, hidden_size, [=](int64_t i) {
                 float* sum = sums + own[i] / num_chosen * hidden_size;
                 for (int64_t j = 0; j < hidden_size; j++)

@@ -21,38 +21,17 @@ struct Layer {  // filled by Python: see declarations.py
     Weight o;
     Weight gate_up;
     Weight down;
-    int64_t hidden_size;
-    int64_t num_heads;
-    int64_t num_kv_heads;
-    int64_t head_dim;
-    int64_t intermediate_size;
-    int64_t gate;        // of the MLP
-    float scale;         // scale of attention scores
-    int64_t window;      // tokens that a query attends to, or 0 if it attends to all
+    Heads heads;
     int64_t rope_index;  // index of its cos and sin
 };
 
-struct Rope {  // of all tokens, filled by Python
-    const float* cos;
-    const float* sin;
-    int64_t half;  // the first 2 * half dimensions of a head are rotated
-};
-
-struct Blocks {  // of a batch, filled by Python
-    const int32_t* slot_mapping;
-    const int32_t* block_tables;
-    int64_t table_width;
-};
-
 // Run the layers on x [num_tokens, hidden_size], in place. Each layer has its own keys and values
-// [num_slots, num_kv_heads, head_dim], and each RoPE of the model its own cos and sin. blocks[0] is
-// for layers that attend to all tokens, and blocks[1] for layers with a window. With `only_kv`, the
+// [num_slots, num_kv_heads, head_dim], and each RoPE of the model its own cos and sin. seqs[0] is
+// for layers that attend to all tokens, and seqs[1] for layers with a window. With `only_kv`, the
 // layers only write their K/V.
 extern "C" void decoder_layers(const Layer* layers, T* const* keys, T* const* values,
                                int64_t num_layers, T* x, const Rope* ropes,
-                               const Blocks* blocks, const int32_t* cu_seqlens_q,
-                               const int32_t* context_lens, int64_t num_tokens, int64_t num_seqs,
-                               int64_t block_size, int64_t only_kv) {
+                               const Sequences* seqs, int64_t num_tokens, int64_t only_kv) {
     // If there are ENOUGH tokens for every thread, each chunk belongs to one thread, which finds in
     // its own cache what it has written there. Otherwise all threads share a chunk.
     constexpr int64_t TOKENS_PER_CHUNK = 512;
@@ -68,11 +47,11 @@ extern "C" void decoder_layers(const Layer* layers, T* const* keys, T* const* va
     int64_t token_size = 0;
     for (int64_t i = 0; i < num_layers; i++) {
         const Layer& layer = layers[i];
-        int64_t num_all_heads = layer.num_heads + 2 * layer.num_kv_heads;
-        int64_t qkv_stride = find_stride(num_all_heads * layer.head_dim);
-        int64_t gated_stride = find_stride(layer.intermediate_size);
-        chunk_size = std::max(chunk_size, chunk * (layer.hidden_size + qkv_stride + gated_stride));
-        token_size = std::max(token_size, 2 * layer.num_heads * layer.head_dim);
+        int64_t qkv_stride = find_stride(layer.qkv.out_features);
+        int64_t gated_stride = find_stride(layer.gate_up.out_features);
+        int64_t strides = layer.qkv.in_features + qkv_stride + gated_stride;
+        chunk_size = std::max(chunk_size, chunk * strides);
+        token_size = std::max(token_size, 2 * layer.o.in_features);
     }
     static thread_local Buffer<T> buffer;
     T* memory = buffer.get((is_shared ? 1 : num_threads) * chunk_size + num_tokens * token_size);
@@ -94,22 +73,21 @@ extern "C" void decoder_layers(const Layer* layers, T* const* keys, T* const* va
         };
         for (int64_t i = 0; i < num_layers; i++) {
             const Layer& layer = layers[i];
-            int64_t hidden_size = layer.hidden_size;
-            int64_t intermediate_size = layer.intermediate_size;
-            int64_t head_dim = layer.head_dim;
-            int64_t num_heads = layer.num_heads;
-            int64_t num_kv_heads = layer.num_kv_heads;
+            int64_t num_heads = layer.heads.num_heads;
+            int64_t num_kv_heads = layer.heads.num_kv_heads;
+            int64_t head_dim = layer.heads.head_dim;
+            int64_t hidden_size = layer.qkv.in_features;
             int64_t q_size = num_heads * head_dim;
             int64_t kv_size = num_kv_heads * head_dim;
-            int64_t qkv_size = q_size + 2 * kv_size;
-            int64_t qkv_stride = find_stride(qkv_size);
-            int64_t gated_stride = find_stride(intermediate_size);
+            int64_t qkv_stride = find_stride(layer.qkv.out_features);
+            int64_t gated_stride = find_stride(layer.gate_up.out_features);
             int64_t skipped = only_kv ? q_size / WIDTH * WIDTH : 0;  // outputs, in whole panels
             Weight qkv_weight = layer.qkv;
-            qkv_weight.panels = layer.qkv.find_panel(skipped / WIDTH, hidden_size);
+            qkv_weight.panels = layer.qkv.find_panel(skipped / WIDTH);
+            qkv_weight.out_features -= skipped;
             const T* bias = layer.qkv_bias ? layer.qkv_bias + skipped : nullptr;
             const Rope& rope = ropes[layer.rope_index];
-            const Blocks& own = layer.window > 0 ? blocks[1] : blocks[0];
+            const Sequences& own = layer.heads.window > 0 ? seqs[1] : seqs[0];
             T* query = memory;
             T* attended = query + num_tokens * q_size;
             // Return the input of a branch. This is x without a norm, or its norm in `normed`.
@@ -123,44 +101,41 @@ extern "C" void decoder_layers(const Layer* layers, T* const* keys, T* const* va
                 T* qkv = normed + chunk * hidden_size;
                 T* key = qkv + q_size;
                 T* value = key + kv_size;
-                const float* c = rope.cos + first * rope.half;
-                const float* s = rope.sin + first * rope.half;
+                int64_t angle = first * rope.half;
+                Rope angles{rope.cos + angle, rope.sin + angle, rope.half};
                 const T* from =
                     find_input(x + first * hidden_size, layer.before_attention, normed, size);
-                linear(from, &qkv_weight, bias, nullptr, qkv + skipped, size, hidden_size,
-                       hidden_size, qkv_size - skipped, qkv_stride, NO_GATE);
+                linear(from, qkv_weight, bias, nullptr, qkv + skipped, size, hidden_size,
+                       qkv_stride);
                 if (!only_kv)
-                    rotary(qkv, c, s, layer.q_norm, query + first * q_size, size, qkv_stride,
-                           q_size, num_heads, head_dim, rope.half);
-                rotary(key, c, s, layer.k_norm, key, size, qkv_stride, qkv_stride, num_kv_heads,
-                       head_dim, rope.half);
+                    rotary(qkv, angles, layer.q_norm, query + first * q_size, qkv_stride, q_size,
+                           size, num_heads, head_dim);
+                rotary(key, angles, layer.k_norm, key, qkv_stride, qkv_stride, size, num_kv_heads,
+                       head_dim);
                 store_kvcache(key, value, qkv_stride, qkv_stride, own.slot_mapping + first, size,
                               kv_size, keys[i], values[i]);
             });
             if (only_kv) continue;
             // The K/V of all tokens are written, so tokens of this step can attend to each other.
             for (auto attend : {decode_attention, prefill_attention})
-                attend(query, keys[i], values[i], attended, cu_seqlens_q, context_lens,
-                       own.block_tables, num_seqs, own.table_width, block_size, num_kv_heads,
-                       num_heads / num_kv_heads, head_dim, layer.scale, layer.window);
+                attend(query, keys[i], values[i], attended, &own, &layer.heads);
             for_chunks([&](int64_t first, int64_t size, T* normed) {
                 T* gated = normed + chunk * hidden_size;
                 T* to = x + first * hidden_size;
                 // Add the product of a branch's last weight, which a norm can come after, to x.
-                auto add = [&](const T* from, int64_t from_size, int64_t from_stride,
-                               const Weight& weight, const T* bias, const Norm& norm) {
+                auto add = [&](const T* from, int64_t from_stride, const Weight& weight,
+                               const T* bias, const Norm& norm) {
                     bool has_norm = norm.weight != nullptr;
-                    linear(from, &weight, bias, has_norm ? nullptr : to, has_norm ? normed : to,
-                           size, from_size, from_stride, hidden_size, hidden_size, NO_GATE);
+                    linear(from, weight, bias, has_norm ? nullptr : to, has_norm ? normed : to,
+                           size, from_stride, hidden_size);
                     if (has_norm) rms_norm(normed, norm, to, to, size, hidden_size);
                 };
-                add(attended + first * q_size, q_size, q_size, layer.o, layer.o_bias,
+                add(attended + first * q_size, q_size, layer.o, layer.o_bias,
                     layer.after_attention);
                 const T* from = find_input(to, layer.before_mlp, normed, size);
-                linear(from, &layer.gate_up, nullptr, nullptr, gated, size, hidden_size,
-                       hidden_size, intermediate_size, gated_stride, layer.gate);
-                add(gated, intermediate_size, gated_stride, layer.down, nullptr,
-                    layer.after_mlp);
+                linear(from, layer.gate_up, nullptr, nullptr, gated, size, hidden_size,
+                       gated_stride);
+                add(gated, gated_stride, layer.down, nullptr, layer.after_mlp);
             });
         }
     });

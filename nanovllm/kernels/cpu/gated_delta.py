@@ -1,6 +1,5 @@
 """The gated delta rule (gated_delta.h), and a layer with it (delta_layer.h), in one C++ call."""
 
-import ctypes
 from functools import cached_property
 from typing import Any, ClassVar, cast
 
@@ -9,18 +8,14 @@ from torch import Tensor
 
 from nanovllm.batch.batch import Batch
 from nanovllm.kernels.cpu import declarations
-from nanovllm.kernels.cpu.elementwise import (
-    FastMLP,
-    FastZeroCenteredRMSNorm,
-    describe_norm,
-    run_on_one_rank,
-)
+from nanovllm.kernels.cpu.decoder import FastMLP, run_on_one_rank
 from nanovllm.kernels.cpu.library import load
-from nanovllm.kernels.cpu.prepacked import (
-    PrepackedColumnParallelLinear,
-    PrepackedRowParallelLinear,
+from nanovllm.kernels.cpu.linear import (
+    FastColumnParallelLinear,
+    FastRowParallelLinear,
     PrepackedWeight,
 )
+from nanovllm.kernels.cpu.norm import FastZeroCenteredRMSNorm, describe_norm
 from nanovllm.kernels.optimized_layer import OptimizedLayer, has_parts
 from nanovllm.layers.gated_delta import DeltaInputs, GatedDeltaRule
 from nanovllm.models.decoder import CosSins
@@ -28,8 +23,6 @@ from nanovllm.models.qwen3_5 import DeltaLayer, GatedDeltaNet
 
 
 class FastGatedDeltaRule(OptimizedLayer, GatedDeltaRule):
-    replaces = GatedDeltaRule
-
     struct: declarations.Struct
 
     def convert(self) -> bool:
@@ -38,18 +31,7 @@ class FastGatedDeltaRule(OptimizedLayer, GatedDeltaRule):
             return False
         # float32 [conv_size, sum(qkv_sizes)]
         taps = self.conv_weight.detach()[:, 0].T.float().contiguous()
-        self.struct = declarations.DeltaRule(
-            conv_weight=taps,
-            A_log=self.A_log,
-            dt_bias=self.dt_bias,
-            norm_weight=self.norm_weight,
-            num_key_heads=self.num_key_heads,
-            num_value_heads=self.num_value_heads,
-            key_dim=self.key_dim,
-            value_dim=self.value_dim,
-            conv_size=len(taps),
-            norm_eps=self.norm_eps,
-        )
+        self.struct = declarations.DeltaRule(self, conv_weight=taps, conv_size=len(taps))
         return True
 
     def forward(self, inputs: DeltaInputs, states: Tensor, batch: Batch) -> Tensor:
@@ -57,7 +39,7 @@ class FastGatedDeltaRule(OptimizedLayer, GatedDeltaRule):
         output = gate.new_empty(gate.shape)
         assert all([each[:1].is_contiguous() for each in inputs])  # tokens need not be adjacent
         load(gate.dtype).gated_delta_rule(
-            ctypes.byref(self.struct),
+            self.struct,
             *[each.data_ptr() for each in inputs],
             *[each.stride(0) for each in inputs],
             states,
@@ -76,20 +58,19 @@ class FastDeltaLayer(OptimizedLayer, DeltaLayer):
     Experts, or an MLP that the C++ code does not support, are called.
     """
 
-    replaces = DeltaLayer
     parts: ClassVar = {
         "input_layernorm": FastZeroCenteredRMSNorm,
         "linear_attn": GatedDeltaNet,
-        "linear_attn.in_proj_qkvz": PrepackedColumnParallelLinear,
-        "linear_attn.in_proj_ba": PrepackedColumnParallelLinear,
+        "linear_attn.in_proj_qkvz": FastColumnParallelLinear,
+        "linear_attn.in_proj_ba": FastColumnParallelLinear,
         "linear_attn.delta_rule": FastGatedDeltaRule,
-        "linear_attn.out_proj": PrepackedRowParallelLinear,
+        "linear_attn.out_proj": FastRowParallelLinear,
     }
     mlp_parts: ClassVar = {
         "post_attention_layernorm": FastZeroCenteredRMSNorm,
         "mlp": FastMLP,
         "mlp.gate_up": PrepackedWeight,
-        "mlp.down_proj": PrepackedRowParallelLinear,
+        "mlp.down_proj": FastRowParallelLinear,
     }
 
     def convert(self) -> bool:
@@ -111,7 +92,6 @@ class FastDeltaLayer(OptimizedLayer, DeltaLayer):
             post_attention_norm=describe_norm(self.post_attention_layernorm),
             gate_up=mlp.gate_up.struct,
             down=mlp.down_proj.prepacked.struct,
-            intermediate_size=mlp.gate_up.out_features,
         )
 
     @cached_property
@@ -126,7 +106,6 @@ class FastDeltaLayer(OptimizedLayer, DeltaLayer):
             qkvz=net.in_proj_qkvz.prepacked.struct,
             ba=net.in_proj_ba.prepacked.struct,
             out=net.out_proj.prepacked.struct,
-            hidden_size=net.out_proj.prepacked.out_features,
             **self.describe_mlp(),
         )
 
@@ -135,7 +114,7 @@ class FastDeltaLayer(OptimizedLayer, DeltaLayer):
             return super().forward(x, cos_sins, states, batch)
         x = x.clone()  # the C++ code works in place, and a hook may have kept x
         load(x.dtype).delta_layer(
-            ctypes.byref(self.struct),
+            self.struct,
             x,
             states,
             batch.read_slots,
@@ -144,6 +123,6 @@ class FastDeltaLayer(OptimizedLayer, DeltaLayer):
             len(x),
             len(batch.read_slots),
         )
-        if self.struct.intermediate_size > 0:
+        if self.struct.down.panels is not None:
             return x
         return x + self.mlp(self.post_attention_layernorm(x))

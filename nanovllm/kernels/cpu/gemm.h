@@ -25,10 +25,10 @@ constexpr int64_t TASKS_PER_THREAD = 4;
 // AnyRows is Rows or QuantizedRows.
 template <class AnyRows>
 static void multiply(const T* x, const Weight& weight, const T* bias, const T* residual, T* output,
-                     int64_t num_rows, int64_t in_features, int64_t x_stride, int64_t out_features,
-                     int64_t output_stride, int64_t gate) {
-    int64_t depth = round_up(in_features, LINE);
-    int64_t outputs_per_panel = gate ? WIDTH / 2 : WIDTH;
+                     int64_t num_rows, int64_t x_stride, int64_t output_stride) {
+    int64_t depth = round_up(weight.in_features, LINE);
+    int64_t out_features = weight.out_features;
+    int64_t outputs_per_panel = weight.gate ? WIDTH / 2 : WIDTH;
     int64_t at_most =
         std::clamp(CACHED_BYTES / int64_t(sizeof(T) * depth) / ROWS * ROWS, MIN_ROWS, MAX_ROWS);
     int64_t num_passes = (num_rows - 1) / at_most + 1;
@@ -44,7 +44,7 @@ static void multiply(const T* x, const Weight& weight, const T* bias, const T* r
             Team::get().share(num_tasks, [&](int64_t task) {
                 int64_t size = std::min(rows_at_once, num_rows - row);
                 auto find_row = [=](int64_t i) { return x + (row + i) * x_stride; };
-                if (!is_packed) rows.pack(find_row, size, in_features);
+                if (!is_packed) rows.pack(find_row, size, weight.in_features);
                 is_packed = true;
                 int64_t end = num_panels * (task + 1) / num_tasks;
                 for (int64_t panel = num_panels * task / num_tasks; panel < end; panel++) {
@@ -52,9 +52,9 @@ static void multiply(const T* x, const Weight& weight, const T* bias, const T* r
                     int64_t offset = row * output_stride + first;
                     Epilogue epilogue{std::min(outputs_per_panel, out_features - first),
                                       bias ? bias + first : nullptr,
-                                      residual ? residual + offset : nullptr, gate};
-                    rows.multiply(weight.find_panel(panel, in_features), epilogue,
-                                  output + offset, output_stride);
+                                      residual ? residual + offset : nullptr, weight.gate};
+                    rows.multiply(weight.find_panel(panel), epilogue, output + offset,
+                                  output_stride);
                 }
                 rows.finish(ROWS);
             });
@@ -62,21 +62,25 @@ static void multiply(const T* x, const Weight& weight, const T* bias, const T* r
     });
 }
 
-// With a `gate`, out_features is the number of outputs, and the weight has twice as many
-// rows.
-extern "C" void linear(const T* x, const Weight* weight, const T* bias, const T* residual,
-                       T* output, int64_t num_rows, int64_t in_features, int64_t x_stride,
-                       int64_t out_features, int64_t output_stride, int64_t gate) {
-    auto multiply_rows = weight->bits ? multiply<QuantizedRows> : multiply<Rows>;
-    multiply_rows(x, *weight, bias, residual, output, num_rows, in_features, x_stride,
-                  out_features, output_stride, gate);
+// The strides are the distances of rows in x, and in the output and `residual`.
+static void linear(const T* x, const Weight& weight, const T* bias, const T* residual, T* output,
+                   int64_t num_rows, int64_t x_stride, int64_t output_stride) {
+    auto multiply_rows = weight.bits ? multiply<QuantizedRows> : multiply<Rows>;
+    multiply_rows(x, weight, bias, residual, output, num_rows, x_stride, output_stride);
+}
+
+extern "C" void linear(const T* x, const Weight* weight, const T* bias, T* output,
+                       int64_t num_rows) {
+    linear(x, *weight, bias, nullptr, output, num_rows, weight->in_features,
+           weight->out_features);
 }
 
 // Copy the rows of a weight at `ids`.
-extern "C" void gather_rows(const Weight* weight, const int32_t* ids, T* output, int64_t num_rows,
-                            int64_t in_features) {
+extern "C" void gather_rows(const Weight* weight, const int32_t* ids, T* output,
+                            int64_t num_rows) {
+    int64_t in_features = weight->in_features;
     parallel_for(num_rows, in_features, [=](int64_t i) {
-        const T* panel = weight->find_panel(ids[i] / WIDTH, in_features);
+        const T* panel = weight->find_panel(ids[i] / WIDTH);
         int64_t column = ids[i] % WIDTH;
         T* row = output + i * in_features;
         if (weight->bits) return dequantize_row(*weight, panel, column, row, in_features);

@@ -1,5 +1,5 @@
 // CPU kernels of layers, attention and sampling. library.py compiles them for T = float, bfloat16
-// or float16. elementwise.py, prepacked.py, fused_layers.py and others call them.
+// or float16. The Python files beside this one call them.
 //
 // Most are plain loops that the compiler vectorizes. Attention and GEMM use intrinsics. 16-bit
 // numbers are widened to float when they are read and rounded when they are written. The threads

@@ -10,7 +10,7 @@ static float mean_square(const Number* x, int64_t size) {
     return horizontal_sum(squares) / size;
 }
 
-// The classes of norms, as in elementwise.py. Most Hugging Face models round before the weight is
+// The classes of norms, as in norm.py. Most Hugging Face models round before the weight is
 // applied.
 enum NormKind { ROUNDED_TWICE, ROUNDED_ONCE, ZERO_CENTERED };
 
@@ -44,10 +44,15 @@ static void rms_norm(const T* x, Norm norm, const T* residual, T* output, int64_
     });
 }
 
-extern "C" void rms_norm(const T* x, const T* weight, T* output, int64_t num_tokens, int64_t size,
-                         float eps, int64_t kind) {
-    rms_norm(x, {weight, size, eps, kind}, nullptr, output, num_tokens, size);
+extern "C" void rms_norm(const T* x, const Norm* norm, T* output, int64_t num_tokens) {
+    rms_norm(x, *norm, nullptr, output, num_tokens, norm->size);
 }
+
+struct Rope {  // of all tokens, filled by Python
+    const float* cos;
+    const float* sin;
+    int64_t half;  // the first 2 * half dimensions of a head are rotated
+};
 
 // Rotate the first 2 * half dimensions of a head by the angles of its token, and apply RMSNorm
 // before, with `factor`, if there is a `norm_weight`. All loads of a vector come before its stores,
@@ -74,9 +79,10 @@ static void rotate(const T* in, const float* cos, const float* sin, const T* nor
 // RMSNorm, if it has a weight, and RoPE of all heads. If the norm is larger than a head, it is one
 // of all heads together. The strides are the distances of tokens in x and `output`, which can be
 // the same memory.
-static void rotary(const T* x, const float* cos, const float* sin, Norm norm, T* output,
-                   int64_t num_tokens, int64_t stride, int64_t output_stride, int64_t num_heads,
-                   int64_t head_dim, int64_t half) {
+static void rotary(const T* x, Rope rope, Norm norm, T* output, int64_t stride,
+                   int64_t output_stride, int64_t num_tokens, int64_t num_heads,
+                   int64_t head_dim) {
+    int64_t half = rope.half;
     bool is_joint = norm.size > head_dim;
     parallel_for(num_tokens, num_heads * head_dim, [=](int64_t token) {
         const T* in = x + token * stride;
@@ -96,15 +102,13 @@ static void rotary(const T* x, const float* cos, const float* sin, Norm norm, T*
         for (int64_t head = 0; head < num_heads; head++) {
             int64_t first = head * head_dim;
             const T* weight = norm.weight + (is_joint ? first : 0);
-            rotate(in + first, cos + token * half, sin + token * half, weight, factors[head],
-                   norm.kind, out + first, head_dim, half);
+            rotate(in + first, rope.cos + token * half, rope.sin + token * half, weight,
+                   factors[head], norm.kind, out + first, head_dim, half);
         }
     });
 }
 
-extern "C" void rotary(const T* x, const float* cos, const float* sin, const T* norm_weight,
-                       float eps, int64_t norm_kind, T* output, int64_t num_tokens, int64_t stride,
-                       int64_t output_stride, int64_t num_heads, int64_t head_dim, int64_t half) {
-    rotary(x, cos, sin, {norm_weight, head_dim, eps, norm_kind}, output, num_tokens, stride,
-           output_stride, num_heads, head_dim, half);
+extern "C" void rotary(const T* x, const Rope* rope, const Norm* norm, T* output, int64_t stride,
+                       int64_t num_tokens, int64_t num_heads, int64_t head_dim) {
+    rotary(x, *rope, *norm, output, stride, num_heads * head_dim, num_tokens, num_heads, head_dim);
 }

@@ -1,82 +1,25 @@
-"""Optimized layers for CPUs, in C++. Each replaces several passes of torch over the same data.
+"""The optimized layers for CPUs, in C++. Each replaces several passes of torch over the data."""
 
-elementwise.py has norms, RoPE and gates, prepacked.py the layers with GEMMs, and fused_layers.py
-runs all decoder layers in one C++ call.
-"""
-
-import torch
-from torch import Tensor
-
-from nanovllm.batch.batch import Filters, Noise
-from nanovllm.kernels.cpu import elementwise, fused_layers, gated_delta, loading, prepacked
-from nanovllm.kernels.cpu.library import load
+from nanovllm.kernels.cpu import decoder, gated_delta, linear, loading, moe, norm, sampler
 from nanovllm.kernels.cpu.library import reason_unavailable as reason_unavailable
 from nanovllm.kernels.optimized_layer import OptimizedLayer
-from nanovllm.kernels.optimized_sampler import OptimizedSampler, has_unknown_fields
-
-
-class FastSampler(OptimizedSampler):
-    """Filters without sorting, like the Triton kernel.
-
-    Penalties and filters return float32. The library of the model's dtype reads these logits too.
-    """
-
-    def filter(self, logits: Tensor, filters: Filters) -> Tensor:
-        if has_unknown_fields(filters):
-            return super().filter(logits, filters)
-        logits = logits.contiguous()
-        output = torch.empty_like(logits, dtype=torch.float32)
-        load(self.dtype).filter_logits(
-            logits,
-            self._is_float32(logits),
-            output,
-            filters.rows,
-            filters.temperatures,
-            filters.top_ks,
-            filters.top_ps,
-            filters.min_ps,
-            *logits.shape,
-            len(filters.rows),
-        )
-        return output
-
-    def draw(self, logits: Tensor, noise: Noise | None) -> Tensor:
-        if noise is not None and has_unknown_fields(noise):
-            return super().draw(logits, noise)
-        logits = logits.contiguous()
-        tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-        load(self.dtype).sample(
-            logits,
-            self._is_float32(logits),
-            self.token_hashes,
-            noise.keys if noise is not None else None,
-            noise.temperatures if noise is not None else None,
-            tokens,
-            *logits.shape,
-        )
-        return tokens
-
-    def _is_float32(self, logits: Tensor) -> bool:
-        assert logits.dtype in (self.dtype, torch.float32)
-        return logits.dtype == torch.float32
-
 
 OPTIMIZED_LAYERS: list[type[OptimizedLayer]] = [
-    elementwise.FastRMSNorm,
-    elementwise.FastZeroCenteredRMSNorm,
-    elementwise.FastOlmoNorm,
-    elementwise.FastHeadsNorm,
-    elementwise.FastAttention,
-    elementwise.FastMLP,
-    elementwise.FastGeluMLP,
-    FastSampler,
+    norm.FastRMSNorm,
+    norm.FastZeroCenteredRMSNorm,
+    norm.FastOlmoNorm,
+    norm.FastHeadsNorm,
+    decoder.FastAttention,
+    decoder.FastMLP,
+    decoder.FastGeluMLP,
+    decoder.FastDecoderLayers,
+    linear.FastColumnParallelLinear,
+    linear.FastRowParallelLinear,
+    linear.FastEmbedding,
+    moe.FastExperts,
+    moe.FastSharedExpertMoE,
     gated_delta.FastGatedDeltaRule,
     gated_delta.FastDeltaLayer,
-    fused_layers.FusedLayers,
-    prepacked.PrepackedColumnParallelLinear,
-    prepacked.PrepackedRowParallelLinear,
-    prepacked.PrepackedEmbedding,
-    prepacked.PrepackedExperts,
-    prepacked.FastSharedExpertMoE,
+    sampler.FastSampler,
     loading.FastQuantizedWeight,
 ]

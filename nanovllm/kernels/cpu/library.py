@@ -23,7 +23,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from nanovllm.kernels.cpu.declarations import read_functions
+from nanovllm.kernels.cpu.declarations import Struct, read_functions
 from nanovllm.utils.helpers import report
 
 SHORT_QUERY = 8  # tokens of a query that decode.h computes as separate decodes
@@ -105,16 +105,18 @@ def load(dtype: torch.dtype) -> ctypes.CDLL:
 
 
 def _call(function: Callable[..., None], *arguments: object) -> None:
-    """Call a C++ function. A tensor is passed as a pointer and must be contiguous.
+    """Call a C++ function. Structs and tensors, which must be contiguous, are passed as pointers.
 
-    Pass data_ptr() of a tensor that is not. (A class with `from_param` could do the same, but
-    ctypes would turn a KeyboardInterrupt within it into an error of its own.)
+    Pass data_ptr() of a tensor that is not contiguous. (A class with `from_param` could do the
+    same, but ctypes would turn a KeyboardInterrupt within it into an error of its own.)
     """
     values: list[object] = []
     for argument in arguments:
         if isinstance(argument, Tensor):
             assert argument.is_contiguous()
             values.append(argument.data_ptr())
+        elif isinstance(argument, Struct):
+            values.append(ctypes.addressof(argument))
         else:
             values.append(argument)
     function(*values)

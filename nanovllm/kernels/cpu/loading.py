@@ -8,8 +8,6 @@ from nanovllm.layers.quantized import QuantizedWeight
 
 
 class FastQuantizedWeight(OptimizedLayer, QuantizedWeight):
-    replaces = QuantizedWeight
-
     def copy_(self, source: Tensor | QuantizedWeight) -> None:
         if isinstance(source, QuantizedWeight) or not self._can_quantize(source):
             super().copy_(source)

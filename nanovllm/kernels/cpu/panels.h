@@ -19,12 +19,15 @@ struct Weight {  // filled by Python: see declarations.py
     const void* panels;
     int64_t bits;        // of a code, or 0 if the panels have numbers of type T
     int64_t group_size;  // inputs that share a scale and a zero
+    int64_t in_features;
+    int64_t out_features;  // without the rows of a gate
+    int64_t gate;
 
     int64_t block_size() const {  // bytes of a group of a quantized panel
         return WIDTH * (sizeof(float) + sizeof(int16_t)) + WIDTH * group_size * bits / 8;
     }
 
-    const T* find_panel(int64_t panel, int64_t in_features) const {
+    const T* find_panel(int64_t panel) const {
         int64_t size = bits ? round_up(in_features, group_size) / group_size * block_size()
                             : WIDTH * round_up(in_features, LINE) * sizeof(T);
         return (const T*)((const char*)panels + panel * size);

@@ -217,13 +217,13 @@ private:
 };
 
 extern "C" void prefill_attention(const T* query, const T* keys, const T* values, T* output,
-                                  const int32_t* cu_seqlens_q, const int32_t* context_lens,
-                                  const int32_t* block_tables, int64_t num_seqs,
-                                  int64_t table_width, int64_t block_size, int64_t num_kv_heads,
-                                  int64_t group_size, int64_t head_dim, float scale,
-                                  int64_t window) {
+                                  const Sequences* seqs, const Heads* heads) {
+    const int32_t* cu_seqlens_q = seqs->cu_seqlens_q;
+    int64_t num_kv_heads = heads->num_kv_heads;
+    int64_t group_size = heads->num_heads / num_kv_heads;
+    int64_t head_dim = heads->head_dim;
     std::vector<std::array<int64_t, 3>> parts;  // sequence, first query token, KV head
-    for (int64_t seq = 0; seq < num_seqs; seq++) {
+    for (int64_t seq = 0; seq < seqs->num_seqs; seq++) {
         int64_t query_len = cu_seqlens_q[seq + 1] - cu_seqlens_q[seq];
         if (query_len <= SHORT_QUERY) continue;
         // The last queries come first, because they attend to the most tokens.
@@ -241,10 +241,10 @@ extern "C" void prefill_attention(const T* query, const T* keys, const T* values
             int64_t query_len = cu_seqlens_q[seq + 1] - start;
             int64_t offset = ((start + first) * num_kv_heads + kv_head) * group_size * head_dim;
             attention.attend(query + offset, keys + kv_head * head_dim, values + kv_head * head_dim,
-                             output + offset, block_tables + seq * table_width,
-                             context_lens[seq] - query_len + first,
-                             std::min(QUERIES, query_len - first), block_size, num_kv_heads,
-                             group_size, head_dim, scale, window);
+                             output + offset, seqs->block_tables + seq * seqs->table_width,
+                             seqs->context_lens[seq] - query_len + first,
+                             std::min(QUERIES, query_len - first), seqs->block_size, num_kv_heads,
+                             group_size, head_dim, heads->scale, heads->window);
         });
     });
 }

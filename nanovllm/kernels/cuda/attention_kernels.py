@@ -250,3 +250,28 @@ def combine_splits_kernel(
         output = tl.sum(outputs * weights[:, None], axis=0) / tl.where(total > 0, total, 1.0)
         output_ptrs = output_ptr + (query_start * NUM_HEADS + head) * HEAD_DIM + dims
         tl.store(output_ptrs, output.to(output_ptr.dtype.element_ty), mask=is_dim)
+
+
+# slot_mapping_ptr can have any alignment in a packed batch.
+@triton.jit(do_not_specialize_on_alignment=["slot_mapping_ptr"])
+def store_kvcache_kernel(
+    key_ptr,
+    value_ptr,
+    key_cache_ptr,
+    value_cache_ptr,
+    slot_mapping_ptr,
+    key_stride,
+    value_stride,
+    row_size,
+    BLOCK: constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    # 64 bits, because slot * row_size overflows 32 bits in large caches.
+    slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
+    if slot >= 0:
+        offsets = tl.arange(0, BLOCK)
+        mask = offsets < row_size
+        key = tl.load(key_ptr + token * key_stride + offsets, mask=mask)
+        tl.store(key_cache_ptr + slot * row_size + offsets, key, mask=mask)
+        value = tl.load(value_ptr + token * value_stride + offsets, mask=mask)
+        tl.store(value_cache_ptr + slot * row_size + offsets, value, mask=mask)

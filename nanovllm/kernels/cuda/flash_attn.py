@@ -16,7 +16,7 @@ from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 from torch import Tensor
 
 from nanovllm.batch.batch import Batch
-from nanovllm.kernels.cuda.triton_attention import store_kvcache as store_kvcache
+from nanovllm.kernels.cuda.attention import store_kvcache as store_kvcache
 from nanovllm.layers.attention import MAX_DRAFT_LEN as MAX_DRAFT_LEN
 from nanovllm.layers.attention import AttentionShape
 from nanovllm.layers.attention import make_cache as make_cache

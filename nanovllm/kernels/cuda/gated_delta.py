@@ -17,7 +17,6 @@ _CHUNK = 32  # not tuned on a GPU, as the numbers of warps
 
 
 class FastGatedDeltaRule(OptimizedLayer, GatedDeltaRule):
-    replaces = GatedDeltaRule
     SUPPORTS_CUDA_GRAPHS = True
 
     def forward(self, inputs: DeltaInputs, states: Tensor, batch: Batch) -> Tensor:
@@ -31,11 +30,12 @@ class FastGatedDeltaRule(OptimizedLayer, GatedDeltaRule):
         chunk = _CHUNK if is_chunked else 1
         k = max(16, triton.next_power_of_2(self.key_dim))  # as tl.dot takes them
         v = max(16, triton.next_power_of_2(self.value_dim))
-        row_size = 3 * k + v + 4 + chunk  # gated_delta_kernels.py has the layout of a row
-        prepared = states.new_empty(num_tokens, num_heads, row_size)
+        row = 3 * k + v + 4 + chunk  # find_row has the layout of a row
+        prepared = states.new_empty(num_tokens, num_heads, row)
         output = gate.new_empty(gate.shape)
         windows = states[:, self.matrices_size :]
         strides = [each.stride(0) for each in inputs]
+        qkv_stride, gate_stride, beta_stride, decay_stride = strides
         read = (*inputs, states, windows)
         constants = {
             "NUM_HEADS": num_heads,
@@ -47,18 +47,19 @@ class FastGatedDeltaRule(OptimizedLayer, GatedDeltaRule):
             "TAPS": self.conv_weight.shape[2],
             "K": k,
             "V": v,
-            "ROW": row_size,
+            "ROW": row,
             "CHUNK": chunk,
+            "num_warps": 8,
         }
-        launch = prepare(prepare_chunks_kernel, read, *strides, **constants, num_warps=8)
+        launch = prepare(prepare_chunks_kernel, read, *strides, **constants)
         launch(
             ((num_tokens // chunk + num_seqs) * num_heads, 1, 1),
             qkv,
             beta,
             decay,
-            strides[0],
-            strides[2],
-            strides[3],
+            qkv_stride,
+            beta_stride,
+            decay_stride,
             self.conv_weight,
             self.A_log,
             self.dt_bias,
@@ -72,21 +73,15 @@ class FastGatedDeltaRule(OptimizedLayer, GatedDeltaRule):
         # Decodes, and then all other sequences.
         for length in sorted({1, chunk} if has_decodes else {chunk}):
             launch = prepare(
-                advance_states_kernel,
-                read,
-                *strides,
-                C=length,
-                **constants,
-                num_warps=8,
-                num_stages=2,
+                advance_states_kernel, read, *strides, C=length, **constants, num_stages=2
             )
             launch(
                 (num_heads, num_seqs, 1),
                 prepared,
                 qkv,
                 gate,
-                strides[0],
-                strides[1],
+                qkv_stride,
+                gate_stride,
                 self.norm_weight,
                 self.norm_eps,
                 states,

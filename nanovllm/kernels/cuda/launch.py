@@ -45,7 +45,7 @@ def prepare(
     kernel for other arguments is launched: tests/kernels/test_launch.py compares all arguments.
     """
     # A kernel is known by its id, because Triton's own hash of it takes longer than all the rest.
-    key = (id(kernel), sizes, *map(describe, inputs), *constants.values())
+    key = (id(kernel), sizes, *map(find_variant, inputs), *constants.values())
     launch = _launches.get(key)
     if launch is None:
         launch = Launch(kernel, **constants)
@@ -53,7 +53,7 @@ def prepare(
     return launch
 
 
-def describe(tensor: Tensor | None) -> object:
+def find_variant(tensor: Tensor | None) -> object:
     """Return what Triton specializes on, and the index of the GPU, or None."""
     if tensor is not None:
         return tensor.get_device(), tensor.dtype, tensor.data_ptr() % 16

@@ -15,19 +15,16 @@ splits, too. A program reads whole rows of the weight, and the result for a row 
 on the number of rows.
 
 Rows of codes whose size is not a multiple of 4 bytes are read byte by byte, which is slow.
-
-The look-up of embeddings keeps the code of layers/.
 """
 
 from typing import Any, NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
-from triton.language import constexpr
 
 from nanovllm.kernels.cuda.launch import describe_gpu, prepare
+from nanovllm.kernels.cuda.linear_kernels import multiply_kernel
 from nanovllm.kernels.optimized_layer import OptimizedLayer
 from nanovllm.layers.embedding import Embedding
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -95,22 +92,19 @@ class FastLinear(OptimizedLayer):
         if tile is None:
             return multiply(x, weight, bias)
         x = x.contiguous()
-        bits = None
-        group_size = None
-        parts = [weight, None, None]
-        if isinstance(weight, QuantizedWeight):
-            bits = weight.scheme.bits
-            group_size = weight.scheme.group_size
-            parts = [weight.codes, weight.scales, weight.zeros]
+        is_quantized = isinstance(weight, QuantizedWeight)
+        parts = (weight, None, None)
+        if is_quantized:
+            parts = (weight.codes, weight.scales, weight.zeros)
         is_split = tile.programs > 0
         step = _K if is_split else triton.next_power_of_2(in_features)
         launch = prepare(
-            _multiply_kernel,
+            multiply_kernel,
             (x, bias),
             out_features,
             IN_FEATURES=in_features,
-            BITS=bits,
-            GROUP=group_size,
+            BITS=weight.scheme.bits if is_quantized else None,
+            GROUP=weight.scheme.group_size if is_quantized else None,
             N=tile.outputs,
             M=tile.rows,
             K=step,
@@ -142,89 +136,12 @@ class FastLinear(OptimizedLayer):
 
 
 class FastColumnParallelLinear(FastLinear, ColumnParallelLinear):
-    replaces = ColumnParallelLinear
+    """Computes this rank's shard of the outputs."""
 
 
 class FastRowParallelLinear(FastLinear, RowParallelLinear):
-    replaces = RowParallelLinear
+    """Takes this rank's shard of the inputs."""
 
 
 class FastEmbedding(FastLinear, Embedding):
-    replaces = Embedding
-
-
-@triton.jit(do_not_specialize=["num_rows", "steps_per_split"])
-def _multiply_kernel(
-    x_ptr,
-    weight_ptr,
-    scales_ptr,
-    zeros_ptr,
-    bias_ptr,
-    output_ptr,
-    sums_ptr,
-    num_rows,
-    out_features,
-    steps_per_split,
-    IN_FEATURES: constexpr,
-    BITS: constexpr,
-    GROUP: constexpr,
-    N: constexpr,
-    M: constexpr,
-    K: constexpr,
-):
-    # 64 bits, because a vocabulary times the inputs or the rows overflows 32 bits.
-    outputs = (tl.program_id(0) * N + tl.arange(0, N)[:, None]).to(tl.int64)
-    rows = (tl.program_id(1) * M + tl.arange(0, M)[None, :]).to(tl.int64)
-    split = tl.program_id(2)
-    is_output = outputs < out_features
-    is_row = rows < num_rows
-    first = split * steps_per_split
-    end = tl.minimum(first + steps_per_split, tl.cdiv(IN_FEATURES, K))
-    acc = tl.zeros([N, M], dtype=tl.float32)
-    for step in range(first, end):
-        inputs = step * K + tl.arange(0, K)
-        is_input = inputs < IN_FEATURES
-        if BITS is None:
-            mask = is_output & is_input[None, :]
-            weight = tl.load(
-                weight_ptr + outputs * IN_FEATURES + inputs[None, :], mask=mask, other=0.0
-            )
-        else:
-            ROW_BYTES: constexpr = tl.cdiv(IN_FEATURES * BITS, 8)
-            ROW_GROUPS: constexpr = tl.cdiv(IN_FEATURES, GROUP)
-            GROUPS: constexpr = K // GROUP
-            BYTES: constexpr = K * BITS // 8
-            columns = step * BYTES + tl.arange(0, BYTES)[None, :]
-            mask = is_output & (columns < ROW_BYTES)
-            codes = tl.load(weight_ptr + outputs * ROW_BYTES + columns, mask=mask)
-            if BITS == 4:
-                codes = tl.interleave(codes & 15, codes >> 4)
-            groups = step * GROUPS + tl.arange(0, GROUPS)[None, :]
-            mask = is_output & (groups < ROW_GROUPS)
-            zeros = tl.load(zeros_ptr + outputs * ROW_GROUPS + groups, mask=mask)
-            scales = tl.load(scales_ptr + outputs * ROW_GROUPS + groups, mask=mask, other=0.0)
-            # Subtracted as integers, because GPUs convert 32-bit integers to floats faster than
-            # codes.
-            centered = codes.to(tl.int32).reshape(N, GROUPS, GROUP) - zeros[:, :, None]
-            weight = (centered.to(tl.float32) * scales[:, :, None]).reshape(N, K)
-            weight = weight.to(x_ptr.dtype.element_ty)
-        if M < 16:
-            for row in tl.static_range(M):
-                row_ptr = x_ptr + tl.minimum(row, num_rows - 1) * IN_FEATURES
-                x = tl.load(row_ptr + inputs, mask=is_input, other=0.0)
-                products = weight.to(tl.float32) * x.to(tl.float32)[None, :]
-                acc = tl.where(rows == row, tl.sum(products, axis=1)[:, None], acc)
-        else:
-            mask = is_row & is_input[:, None]
-            x = tl.load(x_ptr + rows * IN_FEATURES + inputs[:, None], mask=mask, other=0.0)
-            acc = tl.dot(weight, x, acc, input_precision="ieee")  # no effect on 16-bit operands
-    if bias_ptr is not None:
-        if split == 0:
-            acc += tl.load(bias_ptr + outputs, mask=is_output, other=0.0)
-    mask = is_output & is_row
-    if tl.num_programs(2) == 1:
-        output = acc.to(output_ptr.dtype.element_ty)
-        tl.store(output_ptr + rows * out_features + outputs, output, mask=mask)
-    else:
-        rows += split * num_rows
-        tl.store(sums_ptr + rows * out_features + outputs, acc, mask=mask)
+    """Multiplies, as an output head. The look-up of embeddings keeps the code of layers/."""

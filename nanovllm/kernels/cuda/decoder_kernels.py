@@ -1,4 +1,4 @@
-"""The kernels of layers.py in Triton. A program computes one token or a part of its heads.
+"""The kernels of decoder.py in Triton. A program computes one token or a part of its heads.
 
 They round where the replaced layers round.
 """
@@ -115,3 +115,14 @@ def rotate_and_store_kernel(
         is_cached = is_dim & (heads >= 0) & (heads < 2 * NUM_KV_HEADS)
         tl.store(target, tl.where(kind == 1, first, rotated_x), mask=is_cached)
         tl.store(target + distance, tl.where(kind == 1, second, rotated_y), mask=is_cached)
+
+
+@triton.jit
+def silu_and_mul_kernel(gate_up_ptr, output_ptr, size, BLOCK: constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < size
+    gate = tl.load(gate_up_ptr + row * 2 * size + offsets, mask=mask).to(tl.float32)
+    up = tl.load(gate_up_ptr + row * 2 * size + size + offsets, mask=mask).to(tl.float32)
+    output = gate * tl.sigmoid(gate) * up
+    tl.store(output_ptr + row * size + offsets, output.to(output_ptr.dtype.element_ty), mask=mask)

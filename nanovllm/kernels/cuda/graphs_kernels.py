@@ -12,6 +12,11 @@ import triton
 import triton.language as tl
 from triton.language import constexpr
 
+# What the last entries of an array are, if not a number of batch.py.
+LAST_ENTRY = constexpr(1)  # the step's last entry
+NEXT_SEQUENCES = constexpr(2)  # the sequences after those of the step
+PADDING = {"last entry": LAST_ENTRY.value, "next sequences": NEXT_SEQUENCES.value}
+
 
 @triton.jit
 def lay_out_kernel(
@@ -45,9 +50,8 @@ def lay_out_kernel(
         entries = first + tl.arange(0, BLOCK)
         exists = entries < length
         values = tl.load(source_ptr + entries, mask=exists, other=0)
-        # 1 stands for the last entry, and 2 for the sequences after those of the step.
-        padded = tl.where(padding == 2, num_seqs + entries - length, padding)
-        padded = tl.where(padding == 1, last, padded)
+        padded = tl.where(padding == NEXT_SEQUENCES, num_seqs + entries - length, padding)
+        padded = tl.where(padding == LAST_ENTRY, last, padded)
         targets = entries // width * stride + entries % width
         is_written = exists | (entries < static_length)
         tl.store(static_ptr + targets, tl.where(exists, values, padded), mask=is_written)

@@ -12,12 +12,14 @@ from typing import NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
-from triton.language import constexpr
 
 from nanovllm.batch.batch import Batch
-from nanovllm.kernels.cuda.attention_kernels import attend_kernel, combine_splits_kernel
+from nanovllm.kernels.cuda.attention_kernels import (
+    attend_kernel,
+    combine_splits_kernel,
+    store_kvcache_kernel,
+)
 from nanovllm.kernels.cuda.launch import describe_gpu, prepare
 from nanovllm.layers.attention import MAX_DRAFT_LEN as MAX_DRAFT_LEN
 from nanovllm.layers.attention import AttentionShape
@@ -93,33 +95,8 @@ def store_kvcache(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Te
     assert key.stride()[1:] == value.stride()[1:] == (head_dim, 1) and kv_cache.is_contiguous()
     sizes = (key.stride(0), value.stride(0), row_size)
     block = triton.next_power_of_2(row_size)
-    launch = prepare(_store_kvcache_kernel, (key, value), *sizes, BLOCK=block)
+    launch = prepare(store_kvcache_kernel, (key, value), *sizes, BLOCK=block)
     launch((num_tokens, 1, 1), key, value, *kv_cache, slot_mapping, *sizes)
-
-
-# slot_mapping_ptr can have any alignment in a packed batch.
-@triton.jit(do_not_specialize_on_alignment=["slot_mapping_ptr"])
-def _store_kvcache_kernel(
-    key_ptr,
-    value_ptr,
-    key_cache_ptr,
-    value_cache_ptr,
-    slot_mapping_ptr,
-    key_stride,
-    value_stride,
-    row_size,
-    BLOCK: constexpr,
-):
-    token = tl.program_id(0).to(tl.int64)
-    # 64 bits, because slot * row_size overflows 32 bits in large caches.
-    slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
-    if slot >= 0:
-        offsets = tl.arange(0, BLOCK)
-        mask = offsets < row_size
-        key = tl.load(key_ptr + token * key_stride + offsets, mask=mask)
-        tl.store(key_cache_ptr + slot * row_size + offsets, key, mask=mask)
-        value = tl.load(value_ptr + token * value_stride + offsets, mask=mask)
-        tl.store(value_cache_ptr + slot * row_size + offsets, value, mask=mask)
 
 
 def attend(query: Tensor, kv_cache: Tensor, batch: Batch, shape: AttentionShape) -> Tensor:

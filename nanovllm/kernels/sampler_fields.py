@@ -1,22 +1,13 @@
-"""What the optimized samplers for CPUs and GPUs have in common."""
+"""Which fields of a step the sampling kernels for CPUs and GPUs know.
+
+With any other field the plain sampler computes the step. A new sampling option therefore works
+without a change in kernels/, and only its own steps are slower.
+"""
 
 from nanovllm.batch.batch import Filters, Noise
-from nanovllm.kernels.optimized_layer import OptimizedLayer
 from nanovllm.kernels.self_tests import report_once
-from nanovllm.layers.sampler import Sampler
 
-# The fields with which the kernels compute.
 _KNOWN = {"temperatures", "keys", "rows", "top_ks", "top_ps", "min_ps", "max_top_k"}
-
-
-class OptimizedSampler(OptimizedLayer, Sampler):
-    """Replaces `filter` and `draw` by kernels, for steps whose fields they know.
-
-    With any other field the plain method computes the step. A new sampling option therefore works
-    without a change in kernels/, and only its own steps are slower.
-    """
-
-    replaces = Sampler
 
 
 def has_unknown_fields(group: Filters | Noise) -> bool:

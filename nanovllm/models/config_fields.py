@@ -1,4 +1,4 @@
-"""Reads what config.json says of attention: the size of heads, windows and RoPE.
+"""Reads fields of config.json: the size of heads, windows, RoPE, and the maximum length.
 
 A row of ARCHITECTURES (architectures.py) names the function that computes the fields of its spec.
 Those of families with a file of their own are there.

@@ -1,4 +1,4 @@
-"""The sampler for GPUs, in Triton.
+"""The kernels of the sampler in Triton.
 
 A row of logits is too long for one program to sample from. A program finds the best token of a part
 of a row, and torch takes the maximum over the parts. To filter, a program passes over a row several
@@ -8,19 +8,9 @@ times and searches by bisection for the lowest logit to keep.
 import math
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 from triton.language import constexpr
-
-from nanovllm.batch.batch import Filters, Noise
-from nanovllm.kernels.optimized_sampler import OptimizedSampler, has_unknown_fields
-
-# Not tuned on a GPU.
-_BLOCK = 4096  # tokens of the vocabulary that a program holds at a time
-_NUM_WARPS = 8  # of a program that samples
-
 
 _LOG_2 = constexpr(math.log(2))
 
@@ -35,64 +25,8 @@ class _Cut(NamedTuple):
     mass_above: Any
 
 
-class FastSampler(OptimizedSampler):
-    """The kernels take contiguous logits, because Triton compiles a variant for other strides.
-
-    The logits of several ranks can have padding between their rows.
-    """
-
-    def draw(self, logits: Tensor, noise: Noise | None) -> Tensor:
-        if noise is None or has_unknown_fields(noise):
-            return super().draw(logits, noise)
-        logits = logits.contiguous()
-        num_rows, vocab_size = logits.shape
-        grid = (num_rows, triton.cdiv(vocab_size, _BLOCK))
-        scores = torch.empty(grid, dtype=torch.float32, device=logits.device)
-        tokens = torch.empty(grid, dtype=torch.int64, device=logits.device)
-        _sample_kernel[grid](
-            logits,
-            self.token_hashes,
-            noise.keys,
-            noise.temperatures,
-            scores,
-            tokens,
-            vocab_size,
-            BLOCK=_BLOCK,
-            num_warps=_NUM_WARPS,
-            enable_fp_fusion=True,
-        )
-        best = scores.argmax(-1, keepdim=True)
-        return tokens.gather(1, best).squeeze(1)
-
-    def filter(self, logits: Tensor, filters: Filters) -> Tensor:
-        """Filter without sorting.
-
-        Probabilities are summed in another order. If a sum equals top_p up to rounding, one token
-        more or less can stay. A row with an infinite logit keeps more tokens than necessary, which
-        changes nothing.
-        """
-        if has_unknown_fields(filters):
-            return super().filter(logits, filters)
-        logits = logits.contiguous()
-        output = logits.to(torch.float32, copy=True)
-        _filter_kernel[(len(filters.rows),)](
-            logits,
-            output,
-            filters.rows,
-            filters.temperatures,
-            filters.top_ks,
-            filters.top_ps,
-            filters.min_ps,
-            logits.shape[1],
-            BLOCK=_BLOCK,
-            num_warps=32,  # the most that a program can have, because a row has only one program
-            enable_fp_fusion=True,
-        )
-        return output
-
-
 @triton.jit(do_not_specialize_on_alignment=["keys_ptr", "temperatures_ptr"])
-def _sample_kernel(
+def sample_kernel(
     logits_ptr,
     hashes_ptr,
     keys_ptr,
@@ -166,7 +100,7 @@ def _perturb(logits_ptr, hashes_ptr, keys_ptr, temperature, tokens, vocab_size):
         "min_ps_ptr",
     ]
 )
-def _filter_kernel(
+def filter_kernel(
     logits_ptr,
     output_ptr,
     rows_ptr,

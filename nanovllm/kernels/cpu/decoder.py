@@ -1,6 +1,7 @@
-"""The decoder layers of a step in one C++ call, or one per layer for long steps (fused_layers.h).
+"""A decoder's attention and MLPs in C++, and all of its layers in one call (fused_layers.h).
 
-Python between two kernels would take longer than a small kernel.
+Python between two kernels would take longer than a small kernel. Long steps have a call for each
+layer.
 """
 
 import ctypes
@@ -14,24 +15,23 @@ from torch import Tensor, nn
 
 from nanovllm.batch.batch import Batch
 from nanovllm.kernels.cpu import attention
-from nanovllm.kernels.cpu.declarations import Blocks, Layer, Rope, Struct
-from nanovllm.kernels.cpu.elementwise import (
-    NORMS,
-    FastAttention,
-    FastGeluMLP,
-    FastMLP,
-    describe_norm,
-    run_on_one_rank,
-)
+from nanovllm.kernels.cpu.attention import describe_heads, describe_sequences
+from nanovllm.kernels.cpu.declarations import Layer, Rope, Sequences, Struct
 from nanovllm.kernels.cpu.library import load
-from nanovllm.kernels.cpu.prepacked import (
-    PrepackedColumnParallelLinear,
-    PrepackedRowParallelLinear,
+from nanovllm.kernels.cpu.linear import (
+    FastColumnParallelLinear,
+    FastRowParallelLinear,
+    Gate,
     PrepackedWeight,
 )
-from nanovllm.kernels.optimized_layer import OptimizedLayer, has_parts
-from nanovllm.models.decoder import CosSins, DecoderLayer, DecoderLayers
-from nanovllm.models.gemma3 import Gemma3Layer
+from nanovllm.kernels.cpu.norm import NORMS, describe_norm
+from nanovllm.kernels.cpu.panels import can_prepack
+from nanovllm.kernels.optimized_layer import OptimizedLayer, has_parts, list_hooks
+from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
+from nanovllm.layers.norm import RMSNorm
+from nanovllm.layers.tensor_parallel import TensorParallel
+from nanovllm.models.decoder import MLP, Attention, CosSin, CosSins, DecoderLayer, DecoderLayers
+from nanovllm.models.gemma3 import GeluMLP, Gemma3Layer
 from nanovllm.models.olmo import OlmoAttention, OlmoLayer
 
 # A step of more tokens is computed layer by layer, because CPython handles Ctrl-C between calls.
@@ -53,20 +53,76 @@ _NORMS = {  # of each class: fields of the struct, and attributes of the layer
 }
 
 
-class FusedLayers(OptimizedLayer, DecoderLayers):
+class FastAttention(OptimizedLayer, Attention):
+    parts: ClassVar = {"q_norm": NORMS, "k_norm": NORMS}
+
+    def norm_and_rotate(self, heads: Tensor, norm: RMSNorm | None, cos_sin: CosSin) -> Tensor:
+        fused = norm if isinstance(norm, NORMS) and not any(self.hooks) else None
+        if norm is not None and fused is None:
+            heads = norm(heads).contiguous()
+        head_dim = heads.shape[2]
+        assert fused is None or len(fused.weight) == head_dim
+        assert heads[:1].is_contiguous()  # the tokens need not be adjacent
+        output = heads.new_empty(heads.shape)
+        load(heads.dtype).rotary(
+            heads.data_ptr(),
+            describe_rope(cos_sin, head_dim),
+            describe_norm(fused),
+            output,
+            heads.stride(0),
+            *heads.shape,
+        )
+        return output
+
+
+def describe_rope(cos_sin: CosSin, head_dim: int) -> Struct:
+    cos, sin = cos_sin
+    assert 2 * cos.shape[-1] <= head_dim
+    return Rope(cos=cos, sin=sin, half=cos.shape[-1])
+
+
+class FastMLP(OptimizedLayer, MLP):
+    """Applies the gate in the GEMM of the merged projection, whose weight it takes."""
+
+    GATE = Gate.SILU
+
+    gate_up: PrepackedWeight  # in place of gate_up_proj
+
+    def convert(self) -> bool:
+        projection = self.gate_up_proj
+        is_plain = has_parts(projection, {"": ColumnParallelLinear}) and projection.bias is None
+        if not is_plain or any(list_hooks(projection)) or not can_prepack(projection.weight):
+            return False
+        self.gate_up = PrepackedWeight(projection.weight, self.GATE)
+        del self.gate_up_proj
+        return True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.gate_up.multiply(x))
+
+
+class FastGeluMLP(FastMLP, GeluMLP):
+    GATE = Gate.GELU
+
+
+def run_on_one_rank(*linears: RowParallelLinear) -> bool:
+    """Return whether there is nothing to reduce over ranks."""
+    return all([type(each.tp) is TensorParallel and each.tp.size == 1 for each in linears])
+
+
+class FastDecoderLayers(OptimizedLayer, DecoderLayers):
     """Runs decoder layers in C++. The layers are not called, but hold the weights that it reads."""
 
-    replaces = DecoderLayers
     parts: ClassVar = {  # paths within each layer
         "": tuple(_NORMS),
         "self_attn": (FastAttention, OlmoAttention),
         "self_attn.q_norm": NORMS,
         "self_attn.k_norm": NORMS,
-        "self_attn.qkv_proj": PrepackedColumnParallelLinear,
-        "self_attn.o_proj": PrepackedRowParallelLinear,
+        "self_attn.qkv_proj": FastColumnParallelLinear,
+        "self_attn.o_proj": FastRowParallelLinear,
         "mlp": (FastMLP, FastGeluMLP),
         "mlp.gate_up": PrepackedWeight,
-        "mlp.down_proj": PrepackedRowParallelLinear,
+        "mlp.down_proj": FastRowParallelLinear,
     }
 
     def convert(self) -> bool:
@@ -88,7 +144,7 @@ class FusedLayers(OptimizedLayer, DecoderLayers):
         if not self.convert():
             return None
         self.kept = list(map(_make_struct, self))  # the array copies them
-        return (Layer * len(self))(*self.kept)
+        return make_array(Layer, self.kept)
 
     def forward(
         self, x: Tensor, cos_sins: CosSins, kv_caches: list[Tensor], batch: Batch
@@ -129,45 +185,32 @@ class FusedLayers(OptimizedLayer, DecoderLayers):
         """Compute the layers that these caches belong to, from layer `first`, in place of x."""
         if len(x) == 0:
             return
-        batch = batches[0]
+        block_size, _, head_dim = kv_caches[0].shape[2:]
         keys = [kv_cache.data_ptr() for kv_cache in kv_caches]
         values = [kv_cache.data_ptr() + kv_cache.nbytes // 2 for kv_cache in kv_caches]
-        ropes = [Rope(cos=cos, sin=sin, half=cos.shape[-1]) for cos, sin in cos_sins]
-        assert all([2 * rope.half <= kv_caches[0].shape[-1] for rope in ropes])
+        ropes = [describe_rope(each, head_dim) for each in cos_sins]
+        seqs = [describe_sequences(each, block_size) for each in batches]
         load(x.dtype).decoder_layers(
             ctypes.byref(self.structs, first * ctypes.sizeof(Layer)),
-            _make_array(keys),
-            _make_array(values),
+            make_array(ctypes.c_void_p, keys),
+            make_array(ctypes.c_void_p, values),
             len(kv_caches),
             x,
-            (Rope * len(ropes))(*ropes),
-            (Blocks * 2)(*map(_find_blocks, batches)),
-            batch.cu_seqlens_q,
-            batch.context_lens,
+            make_array(Rope, ropes),
+            make_array(Sequences, seqs),
             len(x),
-            len(batch.context_lens),
-            kv_caches[0].shape[2],  # block size
             only_kv,
         )
 
 
-def _find_blocks(batch: Batch) -> Struct:
-    """Describe where the K/V of a batch are."""
-    return Blocks(
-        slot_mapping=batch.slot_mapping,
-        block_tables=batch.block_tables,
-        table_width=batch.block_tables.shape[1],
-    )
-
-
-def _make_array(addresses: list[int]) -> Any:
-    return (ctypes.c_void_p * len(addresses))(*addresses)
+def make_array(kind: Any, values: list[Any]) -> Any:
+    return (kind * len(values))(*values)
 
 
 def _make_struct(layer: Any) -> Struct:
     """Describe a layer, whose parts are optimized."""
     attn = layer.self_attn
-    gate_up = layer.mlp.gate_up
+    num_heads, num_kv_heads, _ = attn.num_vectors
     norms = _NORMS[type(layer)].items()
     return Layer(
         **{field: describe_norm(getattr(layer, name)) for field, name in norms},
@@ -177,15 +220,8 @@ def _make_struct(layer: Any) -> Struct:
         o_bias=attn.o_proj.bias,
         qkv=attn.qkv_proj.prepacked.struct,
         o=attn.o_proj.prepacked.struct,
-        gate_up=gate_up.struct,
+        gate_up=layer.mlp.gate_up.struct,
         down=layer.mlp.down_proj.prepacked.struct,
-        hidden_size=gate_up.in_features,
-        num_heads=attn.num_vectors[0],
-        num_kv_heads=attn.num_vectors[1],
-        head_dim=attn.shape.head_dim,
-        intermediate_size=gate_up.out_features,
-        gate=gate_up.gate,
-        scale=attn.shape.scale,
-        window=attn.shape.window or 0,  # 0: all
+        heads=describe_heads(attn.shape, num_heads, num_kv_heads),
         rope_index=attn.rope_index,
     )

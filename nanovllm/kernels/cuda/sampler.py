@@ -1,0 +1,71 @@
+"""The sampler for GPUs. sampler_kernels.py explains how it samples and filters."""
+
+import torch
+import triton
+from torch import Tensor
+
+from nanovllm.batch.batch import Filters, Noise
+from nanovllm.kernels.cuda.sampler_kernels import filter_kernel, sample_kernel
+from nanovllm.kernels.optimized_layer import OptimizedLayer
+from nanovllm.kernels.sampler_fields import has_unknown_fields
+from nanovllm.layers.sampler import Sampler
+
+# Not tuned on a GPU.
+_BLOCK = 4096  # tokens of the vocabulary that a program holds at a time
+_NUM_WARPS = 8  # of a program that samples
+
+
+class FastSampler(OptimizedLayer, Sampler):
+    """The kernels take contiguous logits, because Triton compiles a variant for other strides.
+
+    The logits of several ranks can have padding between their rows.
+    """
+
+    def draw(self, logits: Tensor, noise: Noise | None) -> Tensor:
+        if noise is None or has_unknown_fields(noise):
+            return super().draw(logits, noise)
+        logits = logits.contiguous()
+        num_rows, vocab_size = logits.shape
+        grid = (num_rows, triton.cdiv(vocab_size, _BLOCK))
+        scores = torch.empty(grid, dtype=torch.float32, device=logits.device)
+        tokens = torch.empty(grid, dtype=torch.int64, device=logits.device)
+        sample_kernel[grid](
+            logits,
+            self.token_hashes,
+            noise.keys,
+            noise.temperatures,
+            scores,
+            tokens,
+            vocab_size,
+            BLOCK=_BLOCK,
+            num_warps=_NUM_WARPS,
+            enable_fp_fusion=True,
+        )
+        best = scores.argmax(-1, keepdim=True)
+        return tokens.gather(1, best).squeeze(1)
+
+    def filter(self, logits: Tensor, filters: Filters) -> Tensor:
+        """Filter without sorting.
+
+        Probabilities are summed in another order. If a sum equals top_p up to rounding, one token
+        more or less can stay. A row with an infinite logit keeps more tokens than necessary, which
+        changes nothing.
+        """
+        if has_unknown_fields(filters):
+            return super().filter(logits, filters)
+        logits = logits.contiguous()
+        output = logits.to(torch.float32, copy=True)
+        filter_kernel[(len(filters.rows),)](
+            logits,
+            output,
+            filters.rows,
+            filters.temperatures,
+            filters.top_ks,
+            filters.top_ps,
+            filters.min_ps,
+            logits.shape[1],
+            BLOCK=_BLOCK,
+            num_warps=32,  # the most that a program can have, because a row has only one program
+            enable_fp_fusion=True,
+        )
+        return output
