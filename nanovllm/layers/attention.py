@@ -45,6 +45,8 @@ class AttentionShape:
     head_dim: int
     scale: float  # factor on scores
     window: int | None = None  # tokens that a query attends to, itself included. None: all
+    softcap: float | None = None  # scores become softcap * tanh(score / softcap) (Gemma 2)
+    has_sinks: bool = False  # the softmax of a head has one more score, without a value (gpt-oss)
 
 
 def find_first_visible(position: int, window: int | None) -> int:
@@ -94,12 +96,18 @@ def store_kvcache(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Te
     slots[1].index_copy_(0, slot_mapping, value)
 
 
-def attend(query: Tensor, kv_cache: Tensor, batch: Batch, shape: AttentionShape) -> Tensor:
+def attend(
+    query: Tensor,
+    kv_cache: Tensor,
+    batch: Batch,
+    shape: AttentionShape,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Causal attention of `query` [num_tokens, num_heads, head_dim] to each sequence's context.
 
     Each context is read through its block table, from the window of the first query on. What lies
     before it may belong to other sequences. It must not be gathered and masked, because a masked
-    NaN is still NaN.
+    NaN is still NaN. `sinks` [num_heads] are given if the shape has them.
     """
     output = torch.empty_like(query)
     block_size = kv_cache.shape[2]
@@ -124,14 +132,41 @@ def attend(query: Tensor, kv_cache: Tensor, batch: Batch, shape: AttentionShape)
             mask = mask.tril(position - start)  # the last query attends to the last key
             if shape.window is not None:
                 mask = mask.triu(position - start - shape.window + 1)
-            attended = F.scaled_dot_product_attention(
+            attended = attend_masked(
                 tile.transpose(0, 1)[None],  # [1, num_heads, tokens of the tile, head_dim]
                 keys[:, :, visible],
                 values[:, :, visible],
-                attn_mask=mask,
-                scale=shape.scale,
-                enable_gqa=True,  # several query heads share a K/V head (GQA, Ainslie et al. 2023)
+                mask,
+                shape,
+                sinks,
             )
             result.copy_(attended[0].transpose(0, 1))
             position = end
     return output
+
+
+def attend_masked(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    shape: AttentionShape,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attend where `mask` is true. Several query heads share a K/V head (Ainslie et al. 2023)."""
+    if shape.softcap is None and sinks is None:
+        return F.scaled_dot_product_attention(
+            query, keys, values, attn_mask=mask, scale=shape.scale, enable_gqa=True
+        )
+    num_sharing = query.shape[1] // keys.shape[1]
+    keys = keys.repeat_interleave(num_sharing, dim=1)
+    values = values.repeat_interleave(num_sharing, dim=1)
+    scores = (query @ keys.mT).float() * shape.scale
+    if shape.softcap is not None:
+        scores = shape.softcap * (scores / shape.softcap).tanh()
+    scores = scores.masked_fill(~mask, -torch.inf)
+    if sinks is not None:
+        column = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, column), dim=-1)
+    weights = scores.softmax(-1)[..., : keys.shape[2]]
+    return weights.to(values.dtype) @ values

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import (
     AttentionInterface,
@@ -39,12 +40,14 @@ from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
 from nanovllm.models import borrowed
 from nanovllm.models.config_fields import read_max_len
 from nanovllm.models.decoder import CausalLM
-from nanovllm.models.recognized_layers import replace_layers
+from nanovllm.models.recognized_layers import list_kept, replace_layers
 from nanovllm.models.spec import ModelSpec
+from nanovllm.utils.helpers import report
 
 PAGED, OBSERVED = "nanovllm_paged", "nanovllm_observed"  # in the tables of transformers
 # Arguments of attention that change nothing here: masks say the same, or they are for training.
 HARMLESS = {"dropout", "scaling", "sliding_window", "is_causal", "position_ids", "use_cache"}
+SUPPORTED = {"softcap", "s_aux"}  # arguments that AttentionShape has
 NUM_TESTED = 64  # tokens of the test of independence
 MAX_ROUNDING = 0.05  # a relative change, far above that of 16-bit numbers
 
@@ -74,11 +77,12 @@ def attend_paged(
     head_dim].
     """
     layer, shape = paged_step.shapes[module]
+    sinks = {"sinks": options["s_aux"]} if shape.has_sinks else {}
     batch = paged_step.batch if shape.window is None else paged_step.batch.for_windows
     query, key, value = [each[0].transpose(0, 1).contiguous() for each in (query, key, value)]
     kv_cache = paged_step.kv_caches[layer]
     paged_step.backend.store_kvcache(key, value, kv_cache, batch.slot_mapping)
-    return paged_step.backend.attend(query, kv_cache, batch, shape)[None], None
+    return paged_step.backend.attend(query, kv_cache, batch, shape, **sinks)[None], None
 
 
 class ObservedMask(NamedTuple):
@@ -99,7 +103,8 @@ def observe(
     """Record what a layer attends to. The result of a token depends on its own Q, K and V only."""
     if observed_shapes is None:
         raise ValueError("a layer does not pass keyword arguments on to attention")
-    unknown = {name for name, given in options.items() if given is not None} - HARMLESS
+    given = {name for name, value in options.items() if value is not None}
+    unknown = given - HARMLESS - SUPPORTED
     if unknown:
         raise ValueError(f"attention with {', '.join(sorted(unknown))} is not supported")
     if not isinstance(attention_mask, ObservedMask):
@@ -117,6 +122,8 @@ def observe(
         head_dim,
         scale=float(options.get("scaling") or head_dim**-0.5),
         window=attention_mask.window,
+        softcap=options.get("softcap"),
+        has_sinks="s_aux" in given,
     )
     own = query + (key + value).repeat_interleave(num_heads // num_kv_heads, dim=1)
     return own.transpose(1, 2), None
@@ -160,8 +167,10 @@ class AnyDecoder(CausalLM):
         modules = map(model.get_submodule, spec.attention_modules)
         self.shapes = dict(zip(modules, enumerate(spec.shapes)))
         self.stored_rows = dict(borrowed.find_stored_rows(model))
+        self.title = f"{type(model).__name__} of transformers {transformers.__version__}"
         called = {model.get_submodule(name) for name in spec.called_modules}
         replace_layers(model, called, spec.dtype, tp)
+        self.kept = sorted({type(module).__name__ for module in list_kept(model)})
         borrowed.set_functions(model, PAGED, experts="eager")
         self.model, self.decoder_name = borrowed.take_decoder(model, spec.output_class)
         self.head = model
@@ -210,10 +219,11 @@ class AnyDecoder(CausalLM):
         borrowed.set_functions(self.head, PAGED, experts="eager")
         if not is_independent or change > MAX_ROUNDING:
             raise ValueError(
-                f"{type(self.head).__name__} of transformers mixes tokens outside of attention, or"
-                " depends on their number or their longest position, so a KV cache does not have"
-                " all that a token needs"
+                f"{self.title} mixes tokens outside of attention, or depends on their number or"
+                " their longest position, so a KV cache does not have all that a token needs"
             )
+        rest = f"; runs as transformers has it: {', '.join(self.kept)}" if self.kept else ""
+        report(f"model: {self.title}{rest}")
 
     def _run_alone(self, ids: Tensor, positions: Tensor) -> Tensor:
         """Compute hidden states while no token attends to another one."""

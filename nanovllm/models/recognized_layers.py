@@ -86,6 +86,16 @@ def replace_layers(
             model.set_output_embeddings(Logits(matrix, is_tied))
 
 
+def list_kept(model: nn.Module) -> list[nn.Module]:
+    """List the modules of a family that have parameters of their own, and were not replaced."""
+    return [
+        module
+        for module in model.modules()
+        if any(True for _ in module.parameters(recurse=False))
+        and not type(module).__module__.startswith("nanovllm.")
+    ]
+
+
 def recognize_norm(
     module: nn.Module, dtype: torch.dtype, known: dict[object, type[RMSNorm] | None]
 ) -> nn.Module | None:
