@@ -19,15 +19,16 @@ _types: dict[str, Any] = {"int64_t": ctypes.c_int64, "float": ctypes.c_float}
 
 
 class Struct(ctypes.Structure):
-    """A C struct. A tensor is passed as a pointer, and kept, because layers can be replaced.
+    """A C struct. A tensor is passed as a pointer.
 
-    With a `source`, fields that are not given are its attributes of the same names. Without one,
-    they are 0 or null.
+    What the struct was made of is kept, because layers can be replaced, and because a struct within
+    another one is a copy. With a `source`, fields that are not given are its attributes of the same
+    names. Without one, they are 0 or null.
     """
 
     def __init__(self, source: object = None, **values: Any) -> None:
         super().__init__()
-        self.kept: list[Tensor] = []
+        self.kept: list[Any] = []
         for name, *_ in self._fields_:
             if name in values:
                 value = values.pop(name)
@@ -39,6 +40,8 @@ class Struct(ctypes.Structure):
                 assert value.is_contiguous(), name
                 self.kept.append(value)
                 value = value.data_ptr()
+            elif isinstance(value, Struct):
+                self.kept.append(value)
             setattr(self, name, value)
         assert not values, values  # ctypes ignores typos
 
