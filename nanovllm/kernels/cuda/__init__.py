@@ -4,7 +4,7 @@ layers.py                                the list of optimized layers
 launch.py                                caches compiled kernels
 attention.py, attention_kernels.py       the attention backend "triton"
 flash_attn.py                            the attention backend "flash_attn"
-decoder.py, decoder_kernels.py           norms, RoPE with the K/V store, SwiGLU, the loop over layers
+decoder.py, decoder_kernels.py           norms, RoPE and K/V store, SwiGLU, the loop over layers
 linear.py, linear_kernels.py             linear layers, with quantized weights or few rows
 moe.py, moe_kernels.py                   experts
 gated_delta.py, gated_delta_kernels.py   the gated delta rule
