@@ -9,7 +9,8 @@
     python bench.py --json                                         one line of JSON on stdout, or
                                                                    one for each part of a workload
 
-The folder nanovllm/benchmark has the parts. `python -m nanovllm.kernels.bench` times kernels.
+The folder nanovllm/benchmark has the parts. `python -m nanovllm.kernels.bench` times
+the attention kernels.
 """
 
 import json

@@ -194,7 +194,8 @@ def compute_step_seconds(
     flops, elements = count_attention(sizes, spans)
     flops += 2 * sizes.count_used(1) * num_tokens + 2 * sizes.head * len(spans)
     quantization = spec.quantization
-    # Weights whose codes are read as floats are quantized by the option, as in models/weights.py.
+    # Weights whose codes are read as floats are quantized by the option, as in choose_scheme of
+    # checkpoints/quantization.py.
     stored = quantization.format and quantization.format.scheme
     linear = stored or quantization.linear
     num_bytes = _count_bytes(sizes.count_used(num_tokens), linear, spec.dtype)

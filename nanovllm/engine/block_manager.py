@@ -131,7 +131,7 @@ class BlockManager:
 
         Searching a long prompt in every step would take longer than the rest of scheduling. A
         sequence needs fewer free blocks only after a running sequence has cached a block of its
-        prefix, and then `cache_block` forgets the failure.
+        prefix, or left a snapshot there. Both forget the failure.
         """
         if self.blocked is None:
             return False

@@ -23,8 +23,8 @@ override it, in order, and know none of them by name:
 If steps overlap, `advanced` of a step comes before its `sampled` and `recorded`, and between these
 the next step is planned. A feature that cannot work in this way sets `can_overlap` to False.
 
-State of a request is kept in a dict by sequence, which `finished` and `reset` clean. What may end a
-request is a Constraint.
+State of a running sequence is kept in a dict by sequence, which `finished` and `reset` clean. What
+may end a request is a Constraint.
 """
 
 import weakref

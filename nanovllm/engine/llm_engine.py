@@ -1,7 +1,7 @@
 """The engine: requests in, one step at a time, outputs back.
 
-    add_request -> Scheduler.schedule -> ModelRunner.forward, sample -> Scheduler.advance
-                -> ModelRunner.read -> Scheduler.postprocess -> commit -> outputs
+    add_request -> Scheduler.schedule -> ModelRunner.forward, sample, read
+                -> Scheduler.advance, postprocess -> commit -> outputs
 
     while not engine.is_finished():
         outputs = engine.step()
@@ -10,9 +10,10 @@ It serves one thread, and an exception from a step leaves it unusable. The subcl
 features/thread_safety.py adds a lock and the recovery of interrupted calls.
 
 On a GPU, steps overlap. The host launches the forward pass of a step before it reads the tokens of
-the previous step. Pending tokens stand for these (sequence.py). Only the forward pass has to start
-so early. Sampling needs masks and penalties, which depend on these tokens, and can wait until they
-are read, because the device is busy with the forward pass:
+the previous step, and `advance` comes before `read`. Pending tokens stand for the tokens that are
+not read (sequence.py). Only the forward pass has to start so early. Sampling needs masks and
+penalties, which depend on these tokens, and can wait until they are read, because the device is
+busy with the forward pass:
 
     host     | plan 2, launch 2 | read 1, record 1 | sample 2 | plan 3, launch 3 | read 2, ...
     device     ... forward 1, sample 1 | forward 2 ..................... | sample 2 | forward 3 ...

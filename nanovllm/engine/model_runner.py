@@ -1,6 +1,6 @@
 """Turns a step into a Batch, runs it, and turns logits into tokens.
 
-It reads sequences, and changes neither them nor the queues.
+It reads sequences, and does not know the queues. Only the features that it calls change sequences.
 """
 
 import weakref

@@ -1,4 +1,4 @@
-"""Replaces: optimized attention backends and layers, and CUDA graphs.
+"""Replaces what layers/ and models/ compute: attention backends, optimized layers, CUDA graphs.
 
 layers/ and models/ specify what is computed, and import nothing of this package. An engine imports
 it when it starts, unless enable_kernels=False, and calls the four functions below.
@@ -13,8 +13,7 @@ cuda/                 Triton, flash-attn and CUDA graphs (cuda/graphs.py)
 bench.py              a program that checks and times the attention kernels
 
 An optimized layer is a subclass named Fast and the name of the class that it replaces, in cpu/ and
-in cuda/. Files with the same name have the same role in both. In cuda/, the Triton kernels that
-X.py launches are in X_kernels.py.
+in cuda/. In cuda/, the Triton kernels that X.py launches are in X_kernels.py.
 
 Nothing in here knows sequences, requests or the scheduler. A kernel gets tensors and a Batch.
 """

@@ -6,9 +6,9 @@ and no constructor runs again. This is safe under four rules:
 
 1. The object is of exactly the class that the subclass replaces, and no attribute of it hides one
    of its class. Otherwise code of a reader, a subclass or a patched method, would have no effect.
-2. `convert` runs once, after the assignment, in place of a constructor. It makes every attribute
-   that the subclass adds. If this subclass cannot replace this layer, it returns False before it
-   has changed anything, and the object gets its class back.
+2. `convert` runs once, after the assignment, in place of a constructor. It makes the attributes
+   that the subclass adds, unless the first step makes them. If this subclass cannot replace this
+   layer, it returns False before it has changed anything, and the object gets its class back.
 3. A subclass that computes parts of the layer without calling them names them in `parts`. A
    subclass of a part, a method that was replaced on it, or a hook would otherwise have no effect.
    The first two prevent the replacement, and parts are called while they have hooks.

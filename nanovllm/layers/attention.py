@@ -22,7 +22,7 @@ from nanovllm.batch.batch import Batch
 from nanovllm.utils.helpers import cdiv
 
 Backend = ModuleType
-NAME = "torch"  # in backends.py, and as the option attention_backend
+NAME = "torch"  # in kernels/select.py, and as the option attention_backend
 PREFERRED_BLOCK_SIZE = 16  # tokens in a block if the user does not choose
 SUPPORTS_CUDA_GRAPHS = False  # True if kernel launches depend on shapes only
 # The limit on draft tokens per sequence and step. Longer drafts are rarely accepted. If a backend's

@@ -1,8 +1,8 @@
 """OpenAI's API over HTTP: `python -m nanovllm.server`. Needs the extra `serve`.
 
 An endpoint that takes JSON is a function of the body and the engine: it returns the reply, or a
-Generation that the engine serves. To add one, write it in a file of its own, list its parameters in
-parameters.py, and give it a line in `Api.make_app` of openai_api.py.
+Generation that the engine serves. To add one, write it in a file of its own with its parameters
+(those of completions are in parameters.py), and give it a line in `Api.make_app` of openai_api.py.
 
 In reading order, the way of a request:
 
@@ -34,7 +34,6 @@ metrics.py             Prometheus' metrics
 playground.py          a recorded engine that can be held and stepped
 live_page.py           its live page
 
-The server uses LLM, its input_processor, and features. It knows nothing of models and of kernels,
-and nothing but this folder knows the web framework. Only the playground looks into the state of an
-engine.
+The server knows nothing of models and of kernels, and nothing but this folder knows the web
+framework. Only the playground looks into the state of an engine.
 """

@@ -42,7 +42,7 @@ class Middleware:
         request = Request(scope)
         status = 500
 
-        async def send_and_note(message: Message) -> None:
+        async def send_and_record(message: Message) -> None:
             nonlocal status
             status = message.get("status", status)
             await send(message)
@@ -54,7 +54,7 @@ class Middleware:
             message = "requests from other web pages, or to another host name, are rejected"
             app = respond_error(ApiError(message, status=403))
         try:
-            await app(scope, receive, send_and_note)
+            await app(scope, receive, send_and_record)
         finally:
             if scope["path"] not in QUIET:
                 self.metrics.requests.labels(status).inc()

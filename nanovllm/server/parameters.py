@@ -1,4 +1,4 @@
-"""The parameters of each endpoint, and how those that endpoints have in common are read.
+"""The parameters of completions, and how those that they have in common are read.
 
 null means that a parameter is not given. Every parameter that an endpoint does not read is an error
 that names it, because it could change the result, unless its value says nothing: "", [] and {}, or

@@ -117,7 +117,9 @@ class Reply:
 
     def write_usage(self) -> JsonObject:
         """Return OpenAI's usage object of the whole reply."""
-        num_prompt = num_cached = num_generated = 0
+        num_prompt = 0
+        num_cached = 0
+        num_generated = 0
         for output in self.newest.values():
             num_generated += len(output["token_ids"])
             if output["sample_index"] == 0:  # a prompt counts once

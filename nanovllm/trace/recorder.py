@@ -1,6 +1,6 @@
 """Records the steps of an engine.
 
-Recorder is the last of the engine's features. In a step:
+Recorder comes after the features that it describes. In a step:
 
     begin_step                     discards what an earlier step has collected
     admitted, releasing            collect admissions and preemptions

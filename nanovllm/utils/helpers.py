@@ -1,4 +1,4 @@
-"""Small helpers that several rooms share."""
+"""Small helpers that several folders share."""
 
 import ast
 import json

@@ -114,8 +114,10 @@ def run_gated_delta(dtype):
         layer = optimize(make_delta_rule(shape, dtype), "triton", dtype).to(DEVICE)
         for lengths in ([1, 1], [long, 1]):
             inputs, states, batch = make_delta_step(layer, lengths)
-            layer(inputs, states, batch)
-            layer(DeltaInputs(*[each.contiguous() for each in inputs]), states, batch)
+            alone = [each.contiguous() for each in inputs]
+            with_gaps = [torch.cat((each, each), dim=1)[:, : each.shape[1]] for each in inputs]
+            for each in (inputs, alone, with_gaps):
+                layer(DeltaInputs(*each), states, batch)
 
 
 def run_experts(dtype):

@@ -3,7 +3,7 @@
 // A weight [out_features, in_features] is stored in panels of WIDTH outputs: [depth / PAIR, WIDTH,
 // PAIR]. In 16-bit dtypes two adjacent inputs of an output are a pair, as AMX requires. In float32
 // PAIR is 1. Depth is in_features rounded up, and the padding is zero. quantized.h describes the
-// panels of quantized weights. panels.py makes both kinds, and draws them.
+// panels of quantized weights. loading.h makes both kinds, and panels.py draws them.
 #pragma once
 #include "common.h"
 
