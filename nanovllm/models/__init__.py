@@ -12,4 +12,8 @@ moe.py            experts (Qwen3-MoE, Qwen3.5-MoE, Qwen3-Next)
 olmo.py           OLMo 2 and OLMo 3
 opt.py            OPT
 qwen3_5.py        layers with recurrent states (Qwen3.5, Qwen3-Next)
+
+any_decoder.py        any other decoder of transformers, which is observed
+recognized_layers.py  its layers that compute the same as one of layers/
+borrowed.py           what all this uses of transformers' modeling code
 """

@@ -13,6 +13,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
@@ -28,7 +29,16 @@ except ImportError as error:
 
 
 def make_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Make the family's own model on `meta`, with buffers such as RoPE's frequencies on the CPU."""
+    """Make the family's own model on `meta`, with buffers such as RoPE's frequencies on the CPU.
+
+    Raises ValueError if config.json names another class than the one that transformers makes of it.
+    """
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(f"{type(config).__name__} is not the config of a causal decoder")
+    made = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__
+    name = next(iter(config.architectures or ()), None)
+    if name != made and not str(name).endswith("ForConditionalGeneration"):
+        raise ValueError(f"architectures[0] must be {made!r} for this model_type, not {name!r}")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     for module in model.modules():
