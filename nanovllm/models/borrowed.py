@@ -35,7 +35,8 @@ def make_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"{type(config).__name__} is not the config of a causal decoder")
-    made = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    made = model_class.__name__
     name = next(iter(config.architectures or ()), None)
     if name != made and not str(name).endswith("ForConditionalGeneration"):
         raise ValueError(f"architectures[0] must be {made!r} for this model_type, not {name!r}")
