@@ -42,6 +42,7 @@ from nanovllm.models.config_fields import read_max_len
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.recognized_layers import list_kept, replace_layers
 from nanovllm.models.spec import ModelSpec
+from nanovllm.utils.checks import naming
 from nanovllm.utils.helpers import report
 
 PAGED, OBSERVED = "nanovllm_paged", "nanovllm_observed"  # in the tables of transformers
@@ -140,7 +141,8 @@ def observe_mask(
     zero = torch.tensor(0, device="cpu")
 
     def find_visible(query: int) -> Tensor:
-        visible = mask_function(zero, heads, torch.tensor(query, device="cpu"), keys)
+        with naming("a mask cannot be evaluated", RuntimeError):
+            visible = mask_function(zero, heads, torch.tensor(query, device="cpu"), keys)
         return visible.expand(num_heads, last)
 
     window = int(find_visible(last - 1)[0].sum())
