@@ -48,7 +48,7 @@ def machine() -> bool:
     hardware = describe_hardware(DEVICE)
     print(f"ok   {hardware}, CUDA {torch.version.cuda}, {versions}")
     print(f"ceilings: {rates}")
-    print(json.dumps({"hardware": hardware, "versions": versions, **rates._asdict()}))
+    print(json.dumps({"hardware": hardware, "versions": versions, **rates._asdict()}, default=str))
     return True
 
 
