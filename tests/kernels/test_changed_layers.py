@@ -91,7 +91,7 @@ EXCLUDED = {
         *["ColumnParallelLinear.tp", "Experts.tp", "GatedDeltaRule.tp", "HeadsNorm.tp"],
     ],
 }
-LOADING = {"targets", "quantize"}  # methods
+LOADING = {"targets", "name_targets", "check_loaded", "quantize"}  # methods
 # Parts of which more than a call is used, so that they cannot be wrapped.
 NOT_ONLY_CALLED = {"embed_tokens", "lm_head", "layers", "rotaries", "in_proj_qkvz"}
 
