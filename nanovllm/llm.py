@@ -202,17 +202,17 @@ class LLM(ThreadSafeEngine):
         self, prompts: list[PreparedPrompt], use_tqdm: bool = False
     ) -> list[RequestOutput]:
         inbox: Inbox = {}
-        progress = ProgressBar(total=len(prompts), unit="seq", disable=not use_tqdm)
-        with self.queued(prompts, inbox) as requests, progress:
+        with self.queued(prompts, inbox) as requests:
             num_unfinished = len(requests)
-            while num_unfinished > 0:
-                # Outputs would be made of all generated tokens, and only the last ones are needed.
-                self.step(inbox={})
-                while inbox:  # a step of another thread may be adding to it
-                    request, _ = inbox.popitem()
-                    if request.has_ended:
-                        num_unfinished -= 1
-                        progress.update()
+            with ProgressBar(total=num_unfinished, unit="seq", disable=not use_tqdm) as progress:
+                while num_unfinished > 0:
+                    # Outputs would have all generated tokens, and only the last ones are needed.
+                    self.step(inbox={})
+                    while inbox:  # a step of another thread may be adding to it
+                        request, _ = inbox.popitem()
+                        if request.has_ended:
+                            num_unfinished -= 1
+                            progress.update()
             return [request.output() for request in requests]
 
     def _stream(self, prompts: list[PreparedPrompt]) -> Iterator[RequestOutput]:

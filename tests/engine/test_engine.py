@@ -93,6 +93,9 @@ def test_the_progress_bar_counts_requests_when_they_finish(make_llm, monkeypatch
     outputs = llm.generate(prompts, [*map(greedy, nums)], use_tqdm=True)
     assert [len(output["token_ids"]) for output in outputs] == nums
     assert num_left == [2, 2, 1, 0]
+    num_left.clear()
+    llm.generate(prompts[:2], SamplingParams(n=2, max_tokens=1), use_tqdm=True)  # counts samples
+    assert len(num_left) == 4
 
 
 def test_outputs_do_not_copy_the_prompt(llm):
