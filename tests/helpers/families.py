@@ -3,7 +3,14 @@
 from typing import Any
 
 import torch
-from conftest import Oracle, make_checkpoint
+from conftest import (
+    Oracle,
+    check_invariants,
+    generate_ids,
+    greedy,
+    make_checkpoint,
+    random_prompt,
+)
 from transformers import (
     Gemma3TextConfig,
     GraniteConfig,
@@ -24,6 +31,9 @@ from transformers import (
     SmolLM3Config,
 )
 
+from nanovllm import LLM
+
+POOL = {"num_kvcache_blocks": 40, "kvcache_block_size": 4}
 LLAMA3 = dict(
     rope_type="llama3",
     rope_theta=500.0,
@@ -144,6 +154,23 @@ FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "qwen3-next": (Qwen3NextConfig, dict(HYBRID_EXPERTS, tie_word_embeddings=False)),
     "qwen3-next-mixed": (Qwen3NextConfig, dict(HYBRID_EXPERTS, **NEXT_MIXED)),
 }
+
+
+def check_tokens(directory, oracle, **options):
+    """Serve a checkpoint cold and from a warm cache, in chunks, after preemptions.
+
+    The default device of torch must have no effect.
+    """
+    prompts = [random_prompt(length, length) for length in (1, 4, 5, 33, 70)]
+    prompts.append(prompts[-1][:50] + random_prompt(0, 10))
+    expected = [oracle(prompt, 12) for prompt in prompts]
+    options = {**POOL, "max_num_batched_tokens": 24, **options}
+    with torch.device("meta"), LLM(directory, **options) as llm:
+        for _ in range(2):
+            assert generate_ids(llm, prompts, greedy(12)) == expected
+            check_invariants(llm)
+        assert llm.stats["num_preemptions"] > 0
+        assert llm.stats["num_cached_tokens"] > 0
 
 
 def make_family(directory, name, **changes):

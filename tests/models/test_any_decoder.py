@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from conftest import Oracle, check_invariants, generate_ids, greedy, make_checkpoint, random_prompt
+from conftest import Oracle, make_checkpoint
+from families import POOL, check_tokens
 from transformers import (
     BloomConfig,
     CohereConfig,
@@ -21,7 +22,6 @@ from transformers.models.qwen3 import modeling_qwen3
 
 from nanovllm import LLM
 
-POOL = {"num_kvcache_blocks": 40, "kvcache_block_size": 4}
 # Decoders that differ in kind: in norms, MLPs, biases, positions, RoPE, experts, windows, names.
 SERVED = {
     "cohere": (CohereConfig, {"logit_scale": 0.5}),
@@ -38,19 +38,9 @@ SERVED = {
 
 @pytest.mark.parametrize("name", SERVED)
 def test_tokens_match_transformers(tmp_path, name):
-    """Cold and from a warm cache, in chunks and after preemptions."""
     family, changes = SERVED[name]
     oracle = Oracle(make_checkpoint(tmp_path, family=family, **changes))
-    prompts = [random_prompt(length, length) for length in (1, 4, 5, 33, 70)]
-    prompts.append(prompts[-1][:50] + random_prompt(0, 10))
-    expected = [oracle(prompt, 12) for prompt in prompts]
-    options = {**POOL, "max_num_batched_tokens": 24, "model_impl": "transformers"}
-    with torch.device("meta"), LLM(tmp_path, **options) as llm:
-        for _ in range(2):
-            assert generate_ids(llm, prompts, greedy(12)) == expected
-            check_invariants(llm)
-        assert llm.stats["num_preemptions"] > 0
-        assert llm.stats["num_cached_tokens"] > 0
+    check_tokens(tmp_path, oracle, model_impl="transformers")
 
 
 REJECTED = {

@@ -6,12 +6,11 @@ import pytest
 import torch
 from conftest import (
     VOCAB_SIZE,
-    check_invariants,
     generate_ids,
     greedy,
     random_prompt,
 )
-from families import FAMILIES, make_family
+from families import FAMILIES, POOL, check_tokens, make_family
 
 from nanovllm import LLM, SamplingParams
 
@@ -32,24 +31,13 @@ SHARDED = {
     "qwen3-next",
     "gemma3",
 }
-POOL = {"num_kvcache_blocks": 40, "kvcache_block_size": 4}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_tokens_match_transformers(tmp_path, name):
-    """Cold and from a warm cache, in chunks, after preemptions, whatever the default device is."""
     oracle = make_family(tmp_path, name)
-    prompts = [random_prompt(length, length) for length in (1, 4, 5, 33, 70)]
-    prompts.append(prompts[-1][:50] + random_prompt(0, 10))
-    expected = [oracle(prompt, 12) for prompt in prompts]
     for size in (1, 2) if name in SHARDED else (1,):
-        options = {**POOL, "max_num_batched_tokens": 24, "tensor_parallel_size": size}
-        with torch.device("meta"), LLM(tmp_path, **options) as llm:
-            for _ in range(2):
-                assert generate_ids(llm, prompts, greedy(12)) == expected
-                check_invariants(llm)
-            assert llm.stats["num_preemptions"] > 0
-            assert llm.stats["num_cached_tokens"] > 0
+        check_tokens(tmp_path, oracle, tensor_parallel_size=size)
 
 
 def compute_logprobs(llm, prompt):
