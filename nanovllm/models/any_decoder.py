@@ -9,12 +9,14 @@ step, and attends through the block tables. All else is the family's own code, o
 
     rows of hidden whose logits are wanted -> the family's head -> logits
 
-Nothing is known of a family, all of it is found out. What a layer attends to is observed: the model
-runs once on the device `meta`, with functions that record the calls of attention and evaluate the
-masks. An argument that would change the result, and that no backend takes, is an error. Layers that
-compute the same as one of layers/ are replaced by it (recognized_layers.py). After loading, the
-model runs again while no token attends to another one. A token that changes with the others shows
-that the family mixes tokens elsewhere, such as in a convolution. It cannot be served then.
+Nothing about a family is written down here. What a layer attends to is observed: the model runs
+once on the device `meta`, with functions that record the calls of attention and evaluate the masks.
+An argument that would change the result, and that no backend takes, is an error. Layers that
+compute the same as one of layers/ are replaced by it (recognized_layers.py).
+
+After loading, the model runs again while no token attends to another one. A token that changes with
+the others shows that the family mixes tokens elsewhere, such as in a convolution. The KV cache does
+not have what such a token needs, so the family is rejected.
 """
 
 from collections.abc import Callable, Iterator
@@ -45,7 +47,9 @@ from nanovllm.models.spec import ModelSpec
 from nanovllm.utils.checks import naming
 from nanovllm.utils.helpers import report
 
-PAGED, OBSERVED = "nanovllm_paged", "nanovllm_observed"  # in the tables of transformers
+# Names in the tables of transformers.
+PAGED = "nanovllm_paged"
+OBSERVED = "nanovllm_observed"
 # Arguments of attention that change nothing here: masks say the same, or they are for training.
 HARMLESS = {"dropout", "scaling", "sliding_window", "is_causal", "position_ids", "use_cache"}
 SUPPORTED = {"softcap", "s_aux"}  # arguments that AttentionShape has
@@ -104,7 +108,7 @@ def observe(
     """Record what a layer attends to. The result of a token depends on its own Q, K and V only."""
     if observed_shapes is None:
         raise ValueError("a layer does not pass keyword arguments on to attention")
-    given = {name for name, value in options.items() if value is not None}
+    given = {name for name, option in options.items() if option is not None}
     unknown = given - HARMLESS - SUPPORTED
     if unknown:
         raise ValueError(f"attention with {', '.join(sorted(unknown))} is not supported")
@@ -182,8 +186,9 @@ class AnyDecoder(CausalLM):
 
     def forward(self, batch: Batch, kv_caches: list[Tensor]) -> Tensor:
         step = PagedStep(batch, kv_caches, self.backend, self.shapes)
-        ids, positions = batch.input_ids[None], batch.positions[None]
-        output = borrowed.run_decoder(self.model, ids, positions, paged_step=step)
+        output = borrowed.run_decoder(
+            self.model, batch.input_ids[None], batch.positions[None], paged_step=step
+        )
         return output.last_hidden_state[0].index_select(0, batch.logits_indices)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
@@ -204,8 +209,9 @@ class AnyDecoder(CausalLM):
 
         ids, other_ids = draw(self.vocab_size)
         positions, other_positions = draw(self.max_model_len)
-        other_positions[0] = other_positions[-1] = self.max_model_len - 1
-        positions[0] = positions[-1] = 0
+        ends = [0, -1]
+        positions[ends] = 0
+        other_positions[ends] = self.max_model_len - 1
         borrowed.set_functions(self.head, OBSERVED, experts="batched_mm")
         hidden = self._run_alone(ids, positions)
         is_independent = True
@@ -299,15 +305,12 @@ def read_any_spec(
         raise ValueError("encoder-decoders are not supported")
     with torch.no_grad():
         model = borrowed.make_model(config, dtype)
-        if not model._supports_attention_backend:
-            raise ValueError("its attention cannot be replaced")
         borrowed.set_functions(model, OBSERVED, experts="batched_mm")
-        if model._is_stateful:
-            raise ValueError("recurrent states are not supported")
         max_len = config.max_position_embeddings
         if getattr(config, "rope_parameters", None):
             max_len = read_max_len(config, max_model_len)
-        borrowed.fix_rope(model, max_model_len or max_len)  # "dynamic" cannot run on `meta`
+        max_model_len = max_model_len or max_len
+        borrowed.fix_rope(model, max_model_len)  # "dynamic" cannot run on `meta`
         shapes, called, output_class = observe_attention(model)
     if len(shapes) != config.num_hidden_layers:
         problem = f"{len(shapes)} of {config.num_hidden_layers} layers have attention"
@@ -332,7 +335,7 @@ def read_any_spec(
         attention_modules=tuple(names[module] for module in shapes),
         called_modules=frozenset(names[module] for module in called),
         output_class=output_class,
-        max_model_len=max_model_len or max_len,
+        max_model_len=max_model_len,
     )
 
 

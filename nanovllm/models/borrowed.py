@@ -1,8 +1,8 @@
-"""What this engine uses of transformers' modeling code, all in one place.
+"""Calls what this engine uses of transformers' modeling code, beyond its table of attention.
 
 It makes a family's own model, runs its decoder and its head, and finds out which stored tensor
-becomes which rows of which parameter. Some of these functions are undocumented. They were checked
-with transformers 5.22 to 5.24, and tests/models/test_any_decoder.py notices when one has changed.
+becomes which rows of which parameter. All undocumented functions and attributes of transformers are
+used here only, because a release can change them. tests/models/test_any_decoder.py would fail then.
 """
 
 from bisect import bisect_right
@@ -31,7 +31,8 @@ except ImportError as error:
 def make_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Make the family's own model on `meta`, with buffers such as RoPE's frequencies on the CPU.
 
-    Raises ValueError if config.json names another class than the one that transformers makes of it.
+    Raises ValueError if config.json names another class than the one that transformers makes of it,
+    or if that class says that its attention cannot be replaced, or that it has recurrent states.
     """
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"{type(config).__name__} is not the config of a causal decoder")
@@ -42,8 +43,12 @@ def make_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
         raise ValueError(f"architectures[0] must be {made!r} for this model_type, not {name!r}")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    if not model._supports_attention_backend:
+        raise ValueError("its attention cannot be replaced")
+    if model._is_stateful:
+        raise ValueError("recurrent states are not supported")
     for module in model.modules():
-        buffers = {name: each for name, each in module.named_buffers(recurse=False)}
+        buffers = dict(module.named_buffers(recurse=False))
         for name, buffer in buffers.items():
             module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
         if buffers:  # as from_pretrained does, because no checkpoint has them
