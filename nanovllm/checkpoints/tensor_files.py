@@ -22,14 +22,6 @@ FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 INDEX = "model.safetensors.index.json"
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
-# Parts of the names in "model.decoder.", those of OPT, whose structure is that of other decoders.
-_RENAMED = {
-    "decoder.final_layer_norm.": "decoder.norm.",
-    ".final_layer_norm.": ".post_attention_layernorm.",
-    ".self_attn_layer_norm.": ".input_layernorm.",
-    ".self_attn.out_proj.": ".self_attn.o_proj.",
-    ".fc": ".mlp.fc",
-}
 _DAMAGED = (SafetensorError, OSError)  # what safe_open raises
 
 
@@ -118,15 +110,12 @@ def normalize(stored_name: str) -> str:
 
     A model that was saved without its head has names without the prefix "model.". The text part of
     a model for images has the prefix "model.language_model.", or "language_model." before the whole
-    name (Gemma 3), and OPT has "model.decoder.". Stacked experts have no ".weight".
+    name (Gemma 3). Stacked experts have no ".weight".
     """
     name = stored_name.removeprefix("language_model.")
     if not name.startswith(("model.", "lm_head.", "mtp.")):
         name = f"model.{name}"
-    if name.startswith("model.decoder."):
-        for old, new in _RENAMED.items():
-            name = name.replace(old, new)
-    name = re.sub(r"^model\.(language_model|decoder)\.", "model.", name)
+    name = re.sub(r"^model\.language_model\.", "model.", name)
     return re.sub(r"(\.experts\.(?:gate_up|down)_proj)$", r"\1.weight", name)
 
 

@@ -24,6 +24,13 @@ class RMSNorm(nn.Module):
         return self.weight * self.normalize(x).to(x.dtype)
 
 
+class OnceRoundedRMSNorm(RMSNorm):
+    """x / rms(x) * weight, rounded once. An RMSNorm rounds before the product as well."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.normalize(x) * self.weight).to(x.dtype)
+
+
 class ZeroCenteredRMSNorm(RMSNorm):
     """x / rms(x) * (1 + weight), rounded once."""
 

@@ -7,10 +7,7 @@ config_fields.py  fields of config.json: sizes of heads, windows, RoPE, the maxi
 weights.py        makes a model, and loads its weights
 
 gemma3.py         Gemma 3
-granite.py        Granite 3
 moe.py            experts (Qwen3-MoE, Qwen3.5-MoE, Qwen3-Next)
-olmo.py           OLMo 2 and OLMo 3
-opt.py            OPT
 qwen3_5.py        layers with recurrent states (Qwen3.5, Qwen3-Next)
 
 any_decoder.py        any other decoder of transformers, which is observed

@@ -18,10 +18,7 @@ from nanovllm.config import DTYPES, MAX_SIZE
 from nanovllm.models.config_fields import Fields, compute_decoder, compute_smollm3
 from nanovllm.models.decoder import DecoderSpec
 from nanovllm.models.gemma3 import Gemma3Spec, compute_gemma3
-from nanovllm.models.granite import GraniteSpec
 from nanovllm.models.moe import MoESpec
-from nanovllm.models.olmo import OlmoSpec
-from nanovllm.models.opt import OPTSpec, compute_opt
 from nanovllm.models.qwen3_5 import (
     Qwen3NextSpec,
     Qwen35MoESpec,
@@ -48,8 +45,6 @@ NAMES = {
     "key_dim": "linear_key_head_dim",
     "value_dim": "linear_value_head_dim",
     "conv_size": "linear_conv_kernel_dim",
-    # Granite
-    "scale": "attention_multiplier",
 }
 # Sizes that the number of ranks must divide, in the specs that have them.
 SHARDED = (
@@ -95,24 +90,9 @@ _QWEN3_5_MOE = Family(Qwen35MoESpec, _NORMED, compute_qwen3_5)
 ARCHITECTURES = {
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": _GEMMA3,
-    "GraniteForCausalLM": Family(GraniteSpec),
     "LlamaForCausalLM": Family(DecoderSpec),
     "MistralForCausalLM": Family(DecoderSpec),
     "MinistralForCausalLM": Family(DecoderSpec),
-    "Olmo2ForCausalLM": Family(OlmoSpec),
-    "Olmo3ForCausalLM": Family(OlmoSpec),
-    "OPTForCausalLM": Family(
-        OPTSpec,
-        {"qkv_bias": True, "o_bias": True},
-        compute_opt,
-        supported={
-            "activation_function": ("relu",),
-            "enable_bias": (True,),
-            "layer_norm_elementwise_affine": (True,),
-            "_remove_final_layer_norm": (False,),
-        },
-        names={"intermediate_size": "ffn_dim"},
-    ),
     "Phi3ForCausalLM": Family(
         DecoderSpec, _FUSED, partial(compute_decoder, allow_partial_rope=True)
     ),

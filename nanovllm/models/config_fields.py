@@ -154,7 +154,7 @@ def compute_decoder(
         ),
         "rope_indices": tuple(map(distinct.index, types)),
         "windows": windows,
-        "scale": given.get("scale", head_dim**-0.5),
+        "scale": head_dim**-0.5,
         "max_len": max_len,
     }
 

@@ -12,9 +12,8 @@ from transformers import PreTrainedModel
 
 from nanovllm.layers.embedding import Embedding
 from nanovllm.layers.linear import ColumnParallelLinear
-from nanovllm.layers.norm import RMSNorm, ZeroCenteredRMSNorm
+from nanovllm.layers.norm import OnceRoundedRMSNorm, RMSNorm, ZeroCenteredRMSNorm
 from nanovllm.layers.tensor_parallel import TensorParallel
-from nanovllm.models.olmo import OlmoNorm
 
 
 class LookUp(nn.Module):
@@ -124,7 +123,7 @@ def find_norm_class(
     rows *= torch.tensor([[1e-3], [0.1], [1.0], [30.0]], device="cpu")  # eps matters in the first
     x = rows.to(dtype)
     theirs = torch.func.functional_call(module, {"weight": weight}, x)
-    for norm_class in (RMSNorm, OlmoNorm, ZeroCenteredRMSNorm):
+    for norm_class in (RMSNorm, OnceRoundedRMSNorm, ZeroCenteredRMSNorm):
         ours = torch.func.functional_call(norm_class(size, eps, dtype), {"weight": weight}, x)
         if ours.dtype == theirs.dtype and is_equal(ours, theirs):
             return norm_class

@@ -214,8 +214,7 @@ TWO_RANKS = {"tensor_parallel_size": 2}
         *product(["phi4"], ["gptq", "awq", "compressed"], [""], [{}, TWO_RANKS]),
         # Experts, a router, and layers with biases.
         ("gemma3-untied", "gptq", "", {}),
-        ("opt", "awq", "", {}),
-        ("opt-350m", "gptq", "", PLAIN),
+        ("llama-biases", "awq", "", {}),
         ("qwen3-moe", "awq", "", PLAIN),
         ("qwen3-moe", "gptq scattered", "", {}),
         ("qwen3-moe", "fp8", "", {}),
@@ -265,7 +264,7 @@ def test_zeros_of_gptq_take_all_values(tmp_path, bits, offset, version, order):
     "family, option, enable_kernels",
     [
         ("gemma3", "int8", True),
-        ("opt-350m", "int4", False),
+        ("llama-biases", "int4", False),
         ("phi4", "int8", False),
         ("qwen3-moe", "int4", True),
         ("qwen3.5-moe", "int8", True),
@@ -280,7 +279,7 @@ def test_weights_are_quantized_while_loading(tmp_path, family, option, enable_ke
     dequantized = {}
     for name, weight in load_file(tmp_path / "model.safetensors").items():
         is_head = name.endswith(("embed_tokens.weight", "lm_head.weight"))
-        is_kept = name.endswith(("gate.weight", "embed_positions.weight", *OF_BETA_AND_DECAY))
+        is_kept = name.endswith(("gate.weight", *OF_BETA_AND_DECAY))
         if weight.dim() == 2 and not is_kept:
             scheme = head if is_head else linear
             weight = QuantizedWeight.quantize(weight, scheme).dequantize()

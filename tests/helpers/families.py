@@ -13,13 +13,9 @@ from conftest import (
 )
 from transformers import (
     Gemma3TextConfig,
-    GraniteConfig,
     LlamaConfig,
     MinistralConfig,
     MistralConfig,
-    Olmo2Config,
-    Olmo3Config,
-    OPTConfig,
     Phi3Config,
     PretrainedConfig,
     Qwen2Config,
@@ -76,21 +72,6 @@ GEMMA3_UNTIED = dict(
     attention_bias=True,
     tie_word_embeddings=False,
 )
-GRANITE = dict(
-    embedding_multiplier=0.7,
-    attention_multiplier=0.1,
-    residual_multiplier=0.6,
-    logits_scaling=5.0,
-    rms_norm_eps=0.1,  # not negligible
-)
-OLMO3 = dict(
-    num_hidden_layers=4,  # layer 3 attends to the whole context
-    sliding_window=8,
-    rope_parameters={
-        "full_attention": YARN,
-        "sliding_attention": dict(rope_type="default", rope_theta=1e4),
-    },
-)
 PHI4 = dict(head_dim=8, tie_word_embeddings=False)
 PHI4_MINI = dict(
     head_dim=8,
@@ -99,7 +80,6 @@ PHI4_MINI = dict(
 )
 SMOLLM3 = dict(num_hidden_layers=4, no_rope_layer_interval=2)
 SMOLLM3_WINDOWS = dict(SMOLLM3, use_sliding_window=True, sliding_window=8)
-OPT = dict(ffn_dim=40)
 EXPERTS = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24)
 MIXED = dict(EXPERTS, num_hidden_layers=4, decoder_sparse_step=2, mlp_only_layers=[3])
 DELTA = dict(
@@ -133,13 +113,6 @@ FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "ministral-windows": (MinistralConfig, dict(sliding_window=13, layer_types=MIXED_WINDOWS)),
     "gemma3": (Gemma3TextConfig, GEMMA3),
     "gemma3-untied": (Gemma3TextConfig, GEMMA3_UNTIED),
-    "granite": (GraniteConfig, GRANITE),
-    "olmo2": (Olmo2Config, dict(tie_word_embeddings=False)),
-    "olmo2-one-kv-head": (Olmo2Config, dict(num_key_value_heads=1, attention_bias=True)),
-    "olmo3": (Olmo3Config, OLMO3),
-    "opt": (OPTConfig, OPT),
-    "opt-350m": (OPTConfig, dict(OPT, do_layer_norm_before=False, word_embed_proj_dim=24)),
-    "opt-untied-narrow": (OPTConfig, dict(OPT, tie_word_embeddings=False, word_embed_proj_dim=24)),
     "phi3-window": (Phi3Config, dict(PHI4, sliding_window=8, num_key_value_heads=1)),
     "phi4": (Phi3Config, PHI4),
     "phi4-mini": (Phi3Config, PHI4_MINI),

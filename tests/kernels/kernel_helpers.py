@@ -20,13 +20,12 @@ from nanovllm.kernels.cpu.gated_delta import FastGatedDeltaRule
 from nanovllm.layers import attention as torch_backend
 from nanovllm.layers.attention import AttentionShape
 from nanovllm.layers.gated_delta import DeltaInputs, DeltaSizes, GatedDeltaRule
-from nanovllm.layers.norm import RMSNorm, ZeroCenteredRMSNorm
+from nanovllm.layers.norm import OnceRoundedRMSNorm, RMSNorm, ZeroCenteredRMSNorm
 from nanovllm.layers.quantized import QuantizableLayer
 from nanovllm.layers.rotary import RopeSpec
 from nanovllm.layers.tensor_parallel import ALONE
 from nanovllm.models.decoder import MLP, Attention, DecoderSpec
 from nanovllm.models.moe import MoESpec
-from nanovllm.models.olmo import HeadsNorm, OlmoNorm
 from nanovllm.utils.helpers import cdiv
 
 CPU = torch.device("cpu")
@@ -139,8 +138,7 @@ def make_layers(dtype, device):
             "attention": Attention(spec, 0, torch_backend, ALONE),
             "mlp": mlp,
             "zero_centered": ZeroCenteredRMSNorm(300, 1e-3, dtype),
-            "olmo": OlmoNorm(300, 1e-3, dtype),
-            "heads_norm": HeadsNorm(spec, 15, ALONE),
+            "once_rounded": OnceRoundedRMSNorm(300, 1e-3, dtype),
         }
     )
     return randomize(layers).to(device)

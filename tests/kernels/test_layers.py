@@ -14,7 +14,6 @@ from torch import nn
 
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.models.decoder import MLP
-from nanovllm.models.olmo import HeadsNorm
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
@@ -34,7 +33,7 @@ def test_optimized_layers_match_plain_ones(num_tokens, dtype, language, device):
     layers = make_layers(dtype, device)
     optimized = optimize(make_layers(dtype, device), language, dtype)
     # MLPs on a CPU need projections, see test_instruction_sets.py.
-    replaced = {RMSNorm, HeadsNorm} if language == "cpp" else {RMSNorm, MLP}
+    replaced = {RMSNorm} if language == "cpp" else {RMSNorm, MLP}
     assert not {type(layer) for layer in optimized.modules()} & replaced
     torch.manual_seed(0)
     wide = torch.randn(num_tokens, 300).to(device, dtype)
@@ -45,7 +44,7 @@ def test_optimized_layers_match_plain_ones(num_tokens, dtype, language, device):
     def compute(layers):
         attention = layers["attention"]
         outputs = [layers["mlp"](wide * 5)]
-        for name in ("norm", "zero_centered", "olmo", "heads_norm"):
+        for name in ("norm", "zero_centered", "once_rounded"):
             outputs += [layers[name](wide), layers[name](strided)]
         for part in (angles, angles[..., :7].contiguous()):
             cos_sin = (part.cos(), part.sin())
@@ -62,7 +61,7 @@ def test_optimized_layers_match_plain_ones(num_tokens, dtype, language, device):
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", ["norm", "zero_centered", "olmo"])
+@pytest.mark.parametrize("name", ["norm", "zero_centered", "once_rounded"])
 def test_norms_round_as_plain_ones(name, dtype):
     """Sums in another order change few results. Another rounding would change every third one."""
     torch.manual_seed(0)

@@ -102,8 +102,6 @@ REAL_MODELS = {
     "qwen2": {},
     "qwen3": {},
     "ministral-windows": {},
-    "granite": {},
-    "olmo3": {},
     "smollm3": TWO_LAYERS,
     "qwen3-moe": {},
     "qwen3.5-moe": TWO_DELTA_LAYERS,

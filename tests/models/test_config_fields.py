@@ -17,12 +17,9 @@ WINDOWS = "transformers turns it into sliding_window and layer_types"
 WITHOUT_EFFECT = {
     "attention_dropout": TRAINING,
     "bos_token_id": TOKENS,
-    "dropout": TRAINING,
     "embd_pdrop": TRAINING,
     "eos_token_id": TOKENS,
-    "init_std": TRAINING,
     "initializer_range": TRAINING,
-    "layerdrop": TRAINING,
     "output_router_logits": OUTPUTS,
     "pad_token_id": "batches have no padding",
     "pretraining_tp": "transformers ignores it",

@@ -8,10 +8,11 @@ import ctypes
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cached_property
+from types import NoneType
 from typing import Any, ClassVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanovllm.batch.batch import Batch
 from nanovllm.kernels.cpu import attention
@@ -32,29 +33,27 @@ from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.tensor_parallel import TensorParallel
 from nanovllm.models.decoder import MLP, Attention, CosSin, CosSins, DecoderLayer, DecoderLayers
 from nanovllm.models.gemma3 import GeluMLP, Gemma3Layer
-from nanovllm.models.olmo import OlmoAttention, OlmoLayer
 
 # A step of more tokens is computed layer by layer, because CPython handles Ctrl-C between calls.
 MAX_TOKENS_PER_CALL = 512
 
-_FOUR_NORMS = {
-    "before_attention": "input_layernorm",
-    "after_attention": "post_attention_layernorm",
-    "before_mlp": "pre_feedforward_layernorm",
-    "after_mlp": "post_feedforward_layernorm",
-}
 _NORMS = {  # of each class: fields of the struct, and attributes of the layer
     DecoderLayer: {
         "before_attention": "input_layernorm",
         "before_mlp": "post_attention_layernorm",
     },
-    Gemma3Layer: _FOUR_NORMS,
-    OlmoLayer: _FOUR_NORMS,
+    Gemma3Layer: {
+        "before_attention": "input_layernorm",
+        "after_attention": "post_attention_layernorm",
+        "before_mlp": "pre_feedforward_layernorm",
+        "after_mlp": "post_feedforward_layernorm",
+    },
 }
+_OPTIONAL_NORM = (*NORMS, NoneType)
 
 
 class FastAttention(OptimizedLayer, Attention):
-    parts: ClassVar = {"q_norm": NORMS, "k_norm": NORMS}
+    parts: ClassVar = {"q_norm": _OPTIONAL_NORM, "k_norm": _OPTIONAL_NORM}
 
     def norm_and_rotate(self, heads: Tensor, norm: RMSNorm | None, cos_sin: CosSin) -> Tensor:
         fused = norm if isinstance(norm, NORMS) and not any(self.hooks) else None
@@ -115,9 +114,9 @@ class FastDecoderLayers(OptimizedLayer, DecoderLayers):
 
     parts: ClassVar = {  # paths within each layer
         "": tuple(_NORMS),
-        "self_attn": (FastAttention, OlmoAttention),
-        "self_attn.q_norm": NORMS,
-        "self_attn.k_norm": NORMS,
+        "self_attn": FastAttention,
+        "self_attn.q_norm": _OPTIONAL_NORM,
+        "self_attn.k_norm": _OPTIONAL_NORM,
         "self_attn.qkv_proj": FastColumnParallelLinear,
         "self_attn.o_proj": FastRowParallelLinear,
         "mlp": (FastMLP, FastGeluMLP),
@@ -128,7 +127,7 @@ class FastDecoderLayers(OptimizedLayer, DecoderLayers):
     def convert(self) -> bool:
         """The C++ code attends like the cpp backend, and supports one rank."""
         for layer in cast(Iterable[Any], self):
-            norms = dict.fromkeys(_NORMS.get(type(layer), {}).values(), (*NORMS, nn.Identity))
+            norms = dict.fromkeys(_NORMS.get(type(layer), {}).values(), NORMS)
             if not has_parts(layer, {**self.parts, **norms}):
                 return False
             if layer.self_attn.backend is not attention:

@@ -1,5 +1,5 @@
-// All decoder layers in one call, made of the other kernels. models/decoder.py, models/gemma3.py
-// and models/olmo.py specify what they compute.
+// All decoder layers in one call, made of the other kernels. models/decoder.py and
+// models/gemma3.py specify what they compute.
 //
 // Tokens are projected in chunks, so that what lies between two GEMMs stays in the caches. All
 // layers use the same memory for it.
@@ -9,9 +9,9 @@
 #include "prefill.h"
 
 struct Layer {  // filled by Python: see declarations.py
-    Norm before_attention;  // the weight of each norm can be null
-    Norm after_attention;
+    Norm before_attention;
     Norm before_mlp;
+    Norm after_attention;  // the weights of these four can be null
     Norm after_mlp;
     Norm q_norm;
     Norm k_norm;
@@ -90,12 +90,6 @@ extern "C" void decoder_layers(const Layer* layers, T* const* keys, T* const* va
             const Sequences& own = layer.heads.window > 0 ? seqs[1] : seqs[0];
             T* query = memory;
             T* attended = query + num_tokens * q_size;
-            // Return the input of a branch. This is x without a norm, or its norm in `normed`.
-            auto find_input = [=](const T* from, const Norm& norm, T* normed, int64_t size) {
-                if (!norm.weight) return from;
-                rms_norm(from, norm, nullptr, normed, size, hidden_size);
-                return (const T*)normed;
-            };
 
             for_chunks([&](int64_t first, int64_t size, T* normed) {
                 T* qkv = normed + chunk * hidden_size;
@@ -103,9 +97,9 @@ extern "C" void decoder_layers(const Layer* layers, T* const* keys, T* const* va
                 T* value = key + kv_size;
                 int64_t angle = first * rope.half;
                 Rope angles{rope.cos + angle, rope.sin + angle, rope.half};
-                const T* from =
-                    find_input(x + first * hidden_size, layer.before_attention, normed, size);
-                linear(from, qkv_weight, bias, nullptr, qkv + skipped, size, hidden_size,
+                rms_norm(x + first * hidden_size, layer.before_attention, nullptr, normed, size,
+                         hidden_size);
+                linear(normed, qkv_weight, bias, nullptr, qkv + skipped, size, hidden_size,
                        qkv_stride);
                 if (!only_kv)
                     rotary(qkv, angles, layer.q_norm, query + first * q_size, qkv_stride, q_size,
@@ -132,8 +126,8 @@ extern "C" void decoder_layers(const Layer* layers, T* const* keys, T* const* va
                 };
                 add(attended + first * q_size, q_size, layer.o, layer.o_bias,
                     layer.after_attention);
-                const T* from = find_input(to, layer.before_mlp, normed, size);
-                linear(from, layer.gate_up, nullptr, nullptr, gated, size, hidden_size,
+                rms_norm(to, layer.before_mlp, nullptr, normed, size, hidden_size);
+                linear(normed, layer.gate_up, nullptr, nullptr, gated, size, hidden_size,
                        gated_stride);
                 add(gated, gated_stride, layer.down, nullptr, layer.after_mlp);
             });

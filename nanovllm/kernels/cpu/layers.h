@@ -76,14 +76,12 @@ static void rotate(const T* in, const float* cos, const float* sin, const T* nor
         narrow(read(i, head_dim - i), out + i, head_dim - i);
 }
 
-// RMSNorm, if it has a weight, and RoPE of all heads. If the norm is larger than a head, it is one
-// of all heads together. The strides are the distances of tokens in x and `output`, which can be
-// the same memory.
+// RMSNorm, if it has a weight, and RoPE of all heads. The strides are the distances of tokens in x
+// and `output`, which can be the same memory.
 static void rotary(const T* x, Rope rope, Norm norm, T* output, int64_t stride,
                    int64_t output_stride, int64_t num_tokens, int64_t num_heads,
                    int64_t head_dim) {
     int64_t half = rope.half;
-    bool is_joint = norm.size > head_dim;
     parallel_for(num_tokens, num_heads * head_dim, [=](int64_t token) {
         const T* in = x + token * stride;
         T* out = output + token * output_stride;
@@ -92,17 +90,12 @@ static void rotary(const T* x, Rope rope, Norm norm, T* output, int64_t stride,
         float factors[num_heads];
         for (int64_t head = 0; head < num_heads; head++)
             factors[head] = norm.weight ? mean_square(in + head * head_dim, head_dim) : 1;
-        if (is_joint) {
-            float sum = std::accumulate(factors, factors + num_heads, 0.0f);
-            std::fill_n(factors, num_heads, sum / num_heads);
-        }
 #pragma omp simd
         for (int64_t head = 0; head < num_heads; head++)
             factors[head] = 1 / sqrtf(factors[head] + norm.eps);
         for (int64_t head = 0; head < num_heads; head++) {
             int64_t first = head * head_dim;
-            const T* weight = norm.weight + (is_joint ? first : 0);
-            rotate(in + first, rope.cos + token * half, rope.sin + token * half, weight,
+            rotate(in + first, rope.cos + token * half, rope.sin + token * half, norm.weight,
                    factors[head], norm.kind, out + first, head_dim, half);
         }
     });

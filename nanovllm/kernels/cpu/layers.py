@@ -7,8 +7,7 @@ from nanovllm.kernels.optimized_layer import OptimizedLayer
 OPTIMIZED_LAYERS: list[type[OptimizedLayer]] = [
     norm.FastRMSNorm,
     norm.FastZeroCenteredRMSNorm,
-    norm.FastOlmoNorm,
-    norm.FastHeadsNorm,
+    norm.FastOnceRoundedRMSNorm,
     decoder.FastAttention,
     decoder.FastMLP,
     decoder.FastGeluMLP,

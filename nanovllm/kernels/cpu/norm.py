@@ -1,17 +1,15 @@
 """RMSNorm in C++ (layers.h)."""
 
 from enum import IntEnum
-from types import NoneType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanovllm.kernels.cpu.declarations import Norm, Struct
 from nanovllm.kernels.cpu.library import load
 from nanovllm.kernels.optimized_layer import OptimizedLayer
-from nanovllm.layers.norm import RMSNorm, ZeroCenteredRMSNorm
-from nanovllm.models.olmo import HeadsNorm, OlmoNorm
+from nanovllm.layers.norm import OnceRoundedRMSNorm, RMSNorm, ZeroCenteredRMSNorm
 
 
 class NormKind(IntEnum):
@@ -41,23 +39,15 @@ class FastZeroCenteredRMSNorm(FastRMSNorm, ZeroCenteredRMSNorm):
     KIND = NormKind.ZERO_CENTERED
 
 
-class FastOlmoNorm(FastRMSNorm, OlmoNorm):
+class FastOnceRoundedRMSNorm(FastRMSNorm, OnceRoundedRMSNorm):
     KIND = NormKind.ROUNDED_ONCE
 
 
-class FastHeadsNorm(FastRMSNorm, HeadsNorm):
-    KIND = NormKind.ROUNDED_ONCE
-
-    def convert(self) -> bool:
-        """The C++ code has the mean of one rank."""
-        return self.tp.size == 1 and super().convert()
-
-
-NORMS = (FastRMSNorm, FastZeroCenteredRMSNorm, FastOlmoNorm, FastHeadsNorm, NoneType)
+NORMS = (FastRMSNorm, FastZeroCenteredRMSNorm, FastOnceRoundedRMSNorm)
 
 
 def describe_norm(norm: Any) -> Struct:
     """Describe an optimized norm for C++. Without one, the weight is null."""
-    if norm is None or isinstance(norm, nn.Identity):
+    if norm is None:
         return Norm()
     return Norm(norm, size=len(norm.weight), kind=norm.KIND)
