@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from conftest import Oracle, make_checkpoint
-from families import POOL, check_tokens
+from conftest import Oracle, greedy, make_checkpoint, random_prompt
+from families import POOL, YARN, check_tokens, make_family
+from test_families import compute_logprobs
 from transformers import (
     BloomConfig,
     CohereConfig,
@@ -11,17 +12,35 @@ from transformers import (
     Gemma2Config,
     GPTNeoXConfig,
     GptOssConfig,
+    GraniteConfig,
     Llama4TextConfig,
     MixtralConfig,
     NemotronConfig,
+    Olmo2Config,
+    Olmo3Config,
     OPTConfig,
-    Phi3Config,
     Starcoder2Config,
 )
 from transformers.models.qwen3 import modeling_qwen3
 
 from nanovllm import LLM
 
+GRANITE = dict(
+    embedding_multiplier=0.7,
+    attention_multiplier=0.1,
+    residual_multiplier=0.6,
+    logits_scaling=5.0,
+    rms_norm_eps=0.1,  # not negligible
+)
+OLMO3 = dict(
+    num_hidden_layers=4,  # layer 3 attends to the whole context
+    sliding_window=8,
+    rope_parameters={
+        "full_attention": YARN,
+        "sliding_attention": dict(rope_type="default", rope_theta=1e4),
+    },
+)
+OPT = dict(ffn_dim=40)
 # Decoders that differ in kind: in norms, MLPs, biases, positions, RoPE, experts, windows, names.
 SERVED = {
     "cohere": (CohereConfig, {"logit_scale": 0.5}),
@@ -29,18 +48,49 @@ SERVED = {
     "gpt_neox": (GPTNeoXConfig, {"intermediate_size": 64}),
     "gemma2": (Gemma2Config, {"sliding_window": 8, "query_pre_attn_scalar": 16}),
     "gpt_oss": (GptOssConfig, dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=8)),
+    "granite": (GraniteConfig, GRANITE),
     "mixtral": (MixtralConfig, {"num_local_experts": 4}),
-    "opt": (OPTConfig, {"ffn_dim": 40}),
-    "phi3-longrope": (Phi3Config, {"original_max_position_embeddings": 64}),
+    "olmo2": (Olmo2Config, {"tie_word_embeddings": False}),
+    "olmo3": (Olmo3Config, OLMO3),
+    "opt": (OPTConfig, OPT),
+    "opt-350m": (OPTConfig, dict(OPT, do_layer_norm_before=False, word_embed_proj_dim=24)),
     "starcoder2-window": (Starcoder2Config, {"sliding_window": 8}),
 }
 
 
+def make_served(directory, name):
+    """Save a random checkpoint of a family, and return its oracle."""
+    family, changes = SERVED[name]
+    return Oracle(make_checkpoint(directory, family=family, **changes))
+
+
 @pytest.mark.parametrize("name", SERVED)
 def test_tokens_match_transformers(tmp_path, name):
-    family, changes = SERVED[name]
-    oracle = Oracle(make_checkpoint(tmp_path, family=family, **changes))
-    check_tokens(tmp_path, oracle, model_impl="transformers")
+    check_tokens(tmp_path, make_served(tmp_path, name))
+
+
+def test_a_family_with_an_own_class_is_served_on_request(tmp_path):
+    check_tokens(tmp_path, make_family(tmp_path, "phi4-mini"), model_impl="transformers")
+
+
+@pytest.mark.parametrize("name", ["cohere", "gemma2", "granite"])
+def test_log_probabilities_match_transformers(tmp_path, name):
+    """They show factors and soft-caps of logits, which change no greedy token."""
+    oracle = make_served(tmp_path, name)
+    prompt = random_prompt(3, 60)
+    ours = compute_logprobs(LLM(tmp_path, **POOL), prompt)
+    torch.testing.assert_close(ours, oracle.find_logprobs(prompt), rtol=1e-4, atol=1e-4)
+
+
+def test_all_learned_positions_are_used(tmp_path):
+    oracle = make_served(tmp_path, "opt")
+    prompt = random_prompt(1, 250)
+    llm = LLM(tmp_path, num_kvcache_blocks=16)
+    (output,) = llm.generate(prompt, greedy(50))
+    assert output["token_ids"] == oracle(prompt, 6)
+    assert output["finish_reason"] == "length"
+    with pytest.raises(ValueError, match="lower it to 256"):
+        LLM(tmp_path, max_model_len=257)
 
 
 REJECTED = {
