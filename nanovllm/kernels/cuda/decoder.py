@@ -1,5 +1,6 @@
 """A decoder's norms, attention and MLPs in Triton, and the loop over its layers."""
 
+import math
 from collections.abc import Iterable
 from types import NoneType
 from typing import ClassVar, cast
@@ -169,10 +170,11 @@ class FastMLP(OptimizedLayer, MLP):
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """Return silu(gate) * up for gate_up [num_rows, 2 * size], rounded once."""
+    """Return silu(gate) * up for gate_up [..., 2 * size], rounded once."""
     assert gate_up.is_contiguous()
-    num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-    output = gate_up.new_empty(num_rows, size)
+    *rows, num_columns = gate_up.shape
+    size = num_columns // 2
+    output = gate_up.new_empty(*rows, size)
     launch = prepare(silu_and_mul_kernel, (gate_up,), size, BLOCK=_SWIGLU_BLOCK)
-    launch((num_rows, triton.cdiv(size, _SWIGLU_BLOCK), 1), gate_up, output, size)
+    launch((math.prod(rows), triton.cdiv(size, _SWIGLU_BLOCK), 1), gate_up, output, size)
     return output

@@ -84,8 +84,8 @@ class FastLinear(OptimizedLayer):
         return _LARGE_TILE if is_16_bit and num_rows > _SMALL_TILE.rows else _SMALL_TILE
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return x [num_rows, in_features] times the transposed weight, plus the bias."""
-        num_rows = len(x)
+        """Return x [..., in_features] times the transposed weight, plus the bias."""
+        num_rows = x.shape[:-1].numel()
         weight = self.weight
         out_features, in_features = weight.shape
         tile = self.choose_tile(num_rows)
@@ -119,7 +119,7 @@ class FastLinear(OptimizedLayer):
         num_steps = cdiv(in_features, step)
         steps_per_split = cdiv(num_steps, max_splits)
         num_splits = cdiv(num_steps, steps_per_split)
-        output = x.new_empty(num_rows, out_features)
+        output = x.new_empty(*x.shape[:-1], out_features)
         sums = x.new_empty(num_splits if num_splits > 1 else 0, *output.shape, dtype=torch.float32)
         launch(
             (*tiles, num_splits),
