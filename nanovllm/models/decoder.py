@@ -12,10 +12,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.batch.batch import Batch
+from nanovllm.checkpoints.tensor_files import EMBEDDING, HEAD
 from nanovllm.layers.attention import Backend
 from nanovllm.layers.embedding import Embedding
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear, Target
@@ -96,12 +98,19 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU (Shazeer 2020): down_proj(silu(gate_proj(x)) * up_proj(x))."""
 
-    def __init__(self, spec: "DecoderSpec", tp: TensorParallel) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        width: int,
+        bias: bool,
+        dtype: torch.dtype,
+        tp: TensorParallel,
+        gate_up_names: Iterable[str] = ("gate_proj", "up_proj"),
+    ) -> None:
         super().__init__()
-        hidden_size, width = spec.hidden_size, spec.intermediate_size
-        parts = [(name, width) for name in spec.gate_up_names]
-        self.gate_up_proj = ColumnParallelLinear(hidden_size, parts, spec.mlp_bias, spec.dtype, tp)
-        self.down_proj = RowParallelLinear(width, hidden_size, spec.mlp_bias, spec.dtype, tp)
+        parts = [(name, width) for name in gate_up_names]
+        self.gate_up_proj = ColumnParallelLinear(hidden_size, parts, bias, dtype, tp)
+        self.down_proj = RowParallelLinear(width, hidden_size, bias, dtype, tp)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
@@ -166,6 +175,10 @@ class Decoder(nn.Module):
 class CausalLM(nn.Module):
     """A decoder and an output head, which is `lm_head` or the matrix of the embeddings."""
 
+    # Names of their checkpoint tensors.
+    embedding_name = EMBEDDING
+    head_name = HEAD
+
     def __init__(self, model: nn.Module, lm_head: Embedding | None) -> None:
         super().__init__()
         self.model = model
@@ -207,7 +220,7 @@ class DecoderSpec(ModelSpec):
     decoder_class: ClassVar[type[nn.Module]] = Decoder
     layer_class: ClassVar[type[nn.Module]] = DecoderLayer
     attention_class = Attention
-    mlp_class: ClassVar[type[nn.Module]] = MLP
+    mlp_class = MLP
     norm_class = RMSNorm
 
     @property
@@ -228,7 +241,8 @@ class DecoderSpec(ModelSpec):
         return self.layer_class(self, layer, backend, tp)
 
     def make_mlp(self, layer: int, tp: TensorParallel) -> nn.Module:
-        return self.mlp_class(self, tp)
+        sizes = (self.hidden_size, self.intermediate_size)
+        return self.mlp_class(*sizes, self.mlp_bias, self.dtype, tp, self.gate_up_names)
 
     def make_norm(self, size: int) -> Any:
         return self.norm_class(size, self.norm_eps, self.dtype)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from nanovllm.layers.linear import ColumnParallelLinear, Target
 from nanovllm.layers.quantized import QuantizableLayer, multiply
-from nanovllm.layers.tensor_parallel import TensorParallel
+from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
 from nanovllm.models.decoder import MLP, DecoderSpec
 from nanovllm.utils.checks import check_int
 
@@ -46,7 +46,7 @@ class MoESpec(DecoderSpec):
 
     def make_mlp(self, layer: int, tp: TensorParallel) -> nn.Module:
         if (layer + 1) % self.decoder_sparse_step != 0 or layer in self.mlp_only_layers:
-            return MLP(self, tp)
+            return super().make_mlp(layer, tp)
         return SharedExpertMoE(self, tp) if self.shared_expert_intermediate_size else MoE(self, tp)
 
 
@@ -59,15 +59,22 @@ class Experts(QuantizableLayer):
     gate_up_proj: Any  # Parameters, or QuantizedWeights in their place
     down_proj: Any
 
-    def __init__(self, spec: MoESpec, tp: TensorParallel) -> None:
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        width: int,
+        dtype: torch.dtype,
+        tp: TensorParallel = ALONE,
+    ) -> None:
         super().__init__()
         self.tp = tp
         self.is_stacked = False  # in the checkpoint, too, where gate_proj comes before up_proj
-        size = spec.moe_intermediate_size // tp.size
-        gate_up_shape = (spec.num_experts, 2 * size, spec.hidden_size)
-        down_shape = (spec.num_experts, spec.hidden_size, size)
-        self.gate_up_proj = nn.Parameter(torch.empty(gate_up_shape, dtype=spec.dtype))
-        self.down_proj = nn.Parameter(torch.empty(down_shape, dtype=spec.dtype))
+        size = width // tp.size
+        gate_up = torch.empty(num_experts, 2 * size, hidden_size, dtype=dtype)
+        down = torch.empty(num_experts, hidden_size, size, dtype=dtype)
+        self.gate_up_proj = nn.Parameter(gate_up)
+        self.down_proj = nn.Parameter(down)
 
     def targets(self, name: str) -> Iterator[tuple[str, Target]]:
         size = self.down_proj.shape[2]
@@ -94,7 +101,7 @@ class Experts(QuantizableLayer):
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """Apply to each token of x [num_tokens, hidden_size] its `experts` [num_tokens, k].
 
-        Return the sum of their outputs, weighted by `weights` [num_tokens, k] in float32.
+        Return the sum of their outputs, weighted by `weights` [num_tokens, k].
         """
         num_chosen = experts.shape[1]
         sorted_experts, order = experts.flatten().sort(stable=True)  # [num_tokens * k]
@@ -104,7 +111,7 @@ class Experts(QuantizableLayer):
         outputs = x.new_empty(len(order), x.shape[1])
         outputs[order] = torch.cat(parts)
         # The sum is in float32, in an order that does not depend on the other tokens of the batch.
-        weighted = outputs.unflatten(0, experts.shape) * weights[..., None]
+        weighted = outputs.unflatten(0, experts.shape) * weights.float()[..., None]
         return weighted.sum(1).to(x.dtype)
 
 
@@ -119,7 +126,8 @@ class MoE(nn.Module):
         # The router. Without `tp` it is replicated on every rank.
         parts = [("gate", spec.num_experts)]
         self.gate = ColumnParallelLinear(spec.hidden_size, parts, False, spec.dtype)
-        self.experts = Experts(spec, tp)
+        sizes = (spec.num_experts, spec.hidden_size, spec.moe_intermediate_size)
+        self.experts = Experts(*sizes, spec.dtype, tp)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.tp.all_reduce(self.compute(x))
@@ -141,7 +149,7 @@ class SharedExpertMoE(MoE):
         # Without a group it does not add up the ranks' shares, because `forward` does.
         tp = replace(tp, group=None, host_group=None)
         size = spec.shared_expert_intermediate_size
-        self.shared_expert = MLP(replace(spec, intermediate_size=size), tp)
+        self.shared_expert = MLP(spec.hidden_size, size, spec.mlp_bias, spec.dtype, tp)
         parts = [("shared_expert_gate", 1)]  # replicated, like the router
         self.shared_expert_gate = ColumnParallelLinear(spec.hidden_size, parts, False, spec.dtype)
 

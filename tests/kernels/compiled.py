@@ -34,7 +34,7 @@ import torch
 import torch.nn.functional as F
 import triton
 from conftest import make_batch, make_checkpoint, make_sampling_batch
-from kernel_helpers import make_delta_rule, make_delta_step, make_moe_spec, make_spec
+from kernel_helpers import make_delta_rule, make_delta_step, make_spec
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
@@ -48,7 +48,6 @@ from nanovllm.layers.linear import ColumnParallelLinear
 from nanovllm.layers.quantized import INT4, INT8
 from nanovllm.layers.rotary import RopeSpec
 from nanovllm.layers.sampler import Sampler
-from nanovllm.layers.tensor_parallel import ALONE
 from nanovllm.models.moe import Experts
 from nanovllm.worker import worker
 from nanovllm.worker.dummy_steps import make_dummy_batch, run_dummy_step
@@ -134,7 +133,7 @@ def launch_linear(dtype, scheme):
 @torch.inference_mode()
 def launch_experts(dtype):
     """Launch 100 experts for few and for many tokens."""
-    experts = Experts(make_moe_spec(dtype, 256, num_experts=100, expert_size=96), ALONE)
+    experts = Experts(num_experts=100, hidden_size=256, width=96, dtype=dtype)
     kernelize(experts, torch.device("cuda"), dtype)
     for num_tokens in (1, 33):
         chosen = torch.zeros(num_tokens, 8, dtype=torch.int64)

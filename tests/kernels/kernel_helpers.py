@@ -25,7 +25,6 @@ from nanovllm.layers.quantized import QuantizableLayer
 from nanovllm.layers.rotary import RopeSpec
 from nanovllm.layers.tensor_parallel import ALONE
 from nanovllm.models.decoder import MLP, Attention, DecoderSpec
-from nanovllm.models.moe import MoESpec
 from nanovllm.utils.helpers import cdiv
 
 CPU = torch.device("cpu")
@@ -116,20 +115,10 @@ def make_spec(dtype, head_dim=16, **changes):
     return DecoderSpec(**{**settings, **changes})
 
 
-def make_moe_spec(dtype, hidden_size, num_experts, expert_size):
-    fields = vars(make_spec(dtype, hidden_size=hidden_size))
-    return MoESpec(
-        **fields,
-        num_experts=num_experts,
-        num_experts_per_tok=2,
-        moe_intermediate_size=expert_size,
-    )  # fmt: skip
-
-
 def make_layers(dtype, device):
     """Make a layer of each kind, always with the same weights. The MLP has no projections."""
     spec = make_spec(dtype, head_dim=20, hidden_size=100, num_heads=5, num_kv_heads=5, qk_norm=True)
-    mlp = MLP(spec, ALONE)
+    mlp = MLP(100, 40, False, dtype, ALONE)
     mlp.gate_up_proj = nn.Identity()
     mlp.down_proj = nn.Identity()
     layers = nn.ModuleDict(

@@ -23,7 +23,6 @@ from conftest import (
 from kernel_helpers import (
     make_delta_rule,
     make_delta_step,
-    make_moe_spec,
     optimize,
     quantize,
     randomize,
@@ -33,7 +32,6 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.kernels.self_tests import list_tensors
 from nanovllm.layers.linear import ColumnParallelLinear
 from nanovllm.layers.quantized import INT4, INT8
-from nanovllm.layers.tensor_parallel import ALONE
 from nanovllm.models.moe import Experts
 
 pytestmark = pytest.mark.gpu
@@ -108,10 +106,10 @@ def make_quantized(scheme, num_rows):
 
 
 def make_experts(num_tokens):
-    spec = make_moe_spec(BF16, 1024, num_experts=96, expert_size=384)
     x = torch.randn(num_tokens, 1024, device=DEVICE).to(BF16)
     weights, chosen = torch.rand(num_tokens, 96, device=DEVICE).topk(8)
-    return randomize(Experts(spec, ALONE).to(DEVICE)), [x, chosen, weights]
+    experts = Experts(num_experts=96, hidden_size=1024, width=384, dtype=BF16)
+    return randomize(experts.to(DEVICE)), [x, chosen, weights]
 
 
 def make_gated_delta(query_lens):

@@ -1,7 +1,6 @@
 """The CPU kernels for quantized weights compute what layers/quantized.py specifies."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from nanovllm.kernels.cpu.moe import FastExperts
 from nanovllm.kernels.cpu.panels import can_prepack
 from nanovllm.layers import attention as torch_backend
 from nanovllm.layers.quantized import INT4, INT8, QuantizedWeight, Scheme
-from nanovllm.layers.tensor_parallel import ALONE
 from nanovllm.models.moe import Experts
 from nanovllm.utils.helpers import cdiv
 
@@ -155,8 +153,8 @@ def test_a_quantized_model_matches_plain_layers(scheme, dtype):
 
 @all_dtypes
 def test_quantized_experts_match_plain_ones(dtype):
-    spec = SimpleNamespace(num_experts=3, hidden_size=40, moe_intermediate_size=24, dtype=dtype)
-    experts = quantize(randomize(Experts(spec, ALONE)), INT4)
+    experts = randomize(Experts(num_experts=3, hidden_size=40, width=24, dtype=dtype))
+    quantize(experts, INT4)
     x = torch.randn(5, 40).to(dtype)
     chosen = torch.tensor([[0, 2], [2, 1], [0, 1], [1, 0], [2, 0]])
     weights = torch.rand(5, 2)

@@ -3,10 +3,9 @@
 import pytest
 import torch
 from conftest import DEVICE, ON_GPU
-from kernel_helpers import make_moe_spec, needs_triton, optimize, quantize, randomize
+from kernel_helpers import needs_triton, optimize, quantize, randomize
 
 from nanovllm.layers.quantized import INT8
-from nanovllm.layers.tensor_parallel import ALONE
 from nanovllm.models.moe import Experts
 
 pytestmark = needs_triton
@@ -19,8 +18,7 @@ TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2}  # of values around 1
 
 def make_experts(dtype, hidden_size=70, num_experts=5, expert_size=35):
     """Make experts whose sizes do not fill tiles, always with the same weights."""
-    experts = Experts(make_moe_spec(dtype, hidden_size, num_experts, expert_size), ALONE)
-    return randomize(experts).to(DEVICE)
+    return randomize(Experts(num_experts, hidden_size, expert_size, dtype)).to(DEVICE)
 
 
 def make_inputs(num_tokens, dtype):

@@ -30,7 +30,7 @@ class FastExperts(OptimizedLayer, Experts):
         return True
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        x = x.contiguous()
+        x, experts, weights = x.contiguous(), experts.contiguous(), weights.float().contiguous()
         output = torch.empty_like(x)
         sizes = (*experts.shape, len(self.gate_up))
         load(x.dtype).experts(x, experts, weights, *self.structs, output, *sizes)
