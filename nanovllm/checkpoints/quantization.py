@@ -283,7 +283,7 @@ _READERS: dict[str, Callable[[Settings], Format]] = {
 # Only a checkpoint's own codes quantize these. A router is small, and its errors choose other
 # experts. The gate of a shared expert has a single row. The decay of a recurrent state acts on all
 # later tokens.
-_SENSITIVE = ("gate", "shared_expert_gate", "in_proj_ba")
+_SENSITIVE = ("gate", "router", "shared_expert_gate", "in_proj_ba")
 
 
 @dataclass(frozen=True)

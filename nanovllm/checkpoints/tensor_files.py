@@ -64,10 +64,16 @@ class TensorFiles:
     def find_stored_dtype(self) -> torch.dtype:
         """Return the dtype of the embedding, or of the output head if that is stored in its place.
 
-        Qwen3.5 stores a few small tensors in float32, and all others in 16 bits.
+        Qwen3.5 stores a few small tensors in float32, and all others in 16 bits. If both have
+        other names, the dtype is that of the first tensor of floats.
         """
-        name = EMBEDDING if EMBEDDING in self else HEAD
-        return FLOATS[self.open(name).get_dtype()]
+        for name in (EMBEDDING, HEAD, *self._stored):
+            if name in self:
+                path, stored_name = self._stored[name]
+                dtype = FLOATS.get(self._files[path].get_slice(stored_name).get_dtype())
+                if dtype is not None:
+                    return dtype
+        raise ValueError(f"the checkpoint in {self.directory} has no tensor of floats")
 
     def read(
         self, name: str, shape: list[int] | None = None, dtypes: Iterable[str] = FLOATS

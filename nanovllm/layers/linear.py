@@ -47,6 +47,8 @@ class Target:
     @property
     def shard(self) -> tuple[slice | int, ...]:
         """The index of this rank's shard in the full tensor."""
+        if not self.destination.shape:  # a number
+            return ()
         end = self.start + self.destination.shape[self.dim]
         matrix = () if self.index is None else (self.index,)
         return (*matrix, *[slice(None)] * self.dim, slice(self.start, end))

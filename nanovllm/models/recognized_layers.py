@@ -1,9 +1,11 @@
 """Replaces modules of a family by layers of this engine that compute the same.
 
-Linear layers and embeddings are exact classes of torch. A norm is recognized by calling both, with
-the same random weights and inputs. What is replaced can be quantized, and has optimized versions.
+Linear layers and embeddings are exact classes of torch. Norms, gated MLPs and experts are
+recognized by calling both, with the same random weights and inputs. What is replaced can be
+quantized, has optimized versions, and can be divided among ranks.
 """
 
+import re
 from typing import Any
 
 import torch
@@ -11,78 +13,240 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from nanovllm.layers.embedding import Embedding
-from nanovllm.layers.linear import ColumnParallelLinear
+from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.norm import OnceRoundedRMSNorm, RMSNorm, ZeroCenteredRMSNorm
-from nanovllm.layers.tensor_parallel import TensorParallel
+from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
+from nanovllm.models.decoder import MLP
+from nanovllm.models.gemma3 import GeluMLP
+from nanovllm.models.moe import Experts
+from nanovllm.models.observation import Observed
+
+_NUM_TOKENS = 61  # of a comparison, which are not mixed then, as a convolution would do
+# Shapes of an MLP's weights where it is compared with another one.
+_MLP_SHAPES = {
+    "gate_proj": (12, 8),
+    "up_proj": (12, 8),
+    "gate_up_proj": (24, 8),
+    "down_proj": (8, 12),
+}
 
 
 class LookUp(nn.Module):
     """The embedding of a family, which takes ids of any shape and can have a scale."""
 
-    def __init__(self, matrix: Embedding, scale: float) -> None:
+    def __init__(self, ours: Embedding, scale: float) -> None:
         super().__init__()
-        self.matrix = matrix
+        self.ours = ours
         self.scale = scale
 
     @property
     def weight(self) -> Any:  # transformers reads it
-        return self.matrix.weight
+        return self.ours.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        found = self.matrix(ids.flatten()).unflatten(0, ids.shape)
+        found = self.ours(ids.flatten()).unflatten(0, ids.shape)
         return found if self.scale == 1.0 else found * self.scale
 
 
 class Logits(nn.Module):
     """The output head of a family. A tied one has the matrix of the embedding."""
 
-    def __init__(self, matrix: Embedding, is_tied: bool) -> None:
+    def __init__(self, ours: Embedding, is_tied: bool, bias: nn.Parameter | None) -> None:
         super().__init__()
         if is_tied:  # not a second submodule
-            object.__setattr__(self, "matrix", matrix)
+            object.__setattr__(self, "ours", ours)
         else:
-            self.matrix = matrix
+            self.ours = ours
+        self.bias = bias
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.matrix.logits(hidden[0])[None]
+        logits = self.ours.logits(hidden[0])[None]
+        return logits if self.bias is None else logits + self.bias
 
 
-@torch.no_grad()
-def replace_layers(
-    model: PreTrainedModel, called: set[nn.Module], dtype: torch.dtype, tp: TensorParallel
-) -> None:
-    """Replace what can be replaced in a model on `meta`.
+class Replacement:
+    """Replaces layers of a model on `meta`.
 
-    A Linear that was not `called` stays, because the family's code may read its weight.
+    Only modules that were called are replaced, because the family's code may read the weights of
+    others. A model that is divided among ranks has passed `check_ranks`.
     """
-    norms: dict[object, type[RMSNorm] | None] = {}  # by what distinguishes them
-    embedding: Any = model.get_input_embeddings()
-    head: Any = model.get_output_embeddings()
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if type(child) is nn.Linear and child in called and child.weight.dtype == dtype:
-                has_bias = child.bias is not None
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        called_modules: frozenset[str],
+        dtype: torch.dtype,
+        tp: TensorParallel,
+    ) -> None:
+        self.model = model
+        self.called_modules = called_modules
+        self.dtype = dtype
+        self.tp = tp
+        self.generator = torch.Generator().manual_seed(0)
+        self.norms: dict[object, type[RMSNorm] | None] = {}  # by what distinguishes them
+
+    @torch.no_grad()
+    def replace_layers(self) -> None:
+        self.replace_children(self.model)
+        self.replace_embeddings()
+
+    def replace_children(self, parent: nn.Module, prefix: str = "") -> None:
+        for name, child in list(parent.named_children()):
+            path = prefix + name
+            layer = self.find_layer(child, path) if path in self.called_modules else None
+            if layer is None:
+                self.replace_children(child, f"{path}.")
+            else:
+                setattr(parent, name, layer)
+
+    def find_layer(self, module: Any, path: str) -> nn.Module | None:
+        """Return the layer of this engine that computes the same, on `meta`."""
+        if type(module) is nn.Linear:
+            return self.make_linear(module, path) if module.weight.dtype == self.dtype else None
+        names = {name for name, _ in module.named_parameters()}
+        if names == {"weight"}:
+            return self.find_norm(module)
+        if names == {"gate_up_proj", "down_proj"}:
+            return self.find_experts(module)
+        if {name.rpartition(".")[0] for name in names} <= _MLP_SHAPES.keys():
+            return self.find_mlp(module, path)
+        return None
+
+    def make_linear(self, linear: nn.Linear, path: str) -> nn.Module:
+        sizes = (linear.in_features, linear.out_features)
+        has_bias = linear.bias is not None
+        style = find_style(self.model, path)
+        with torch.device("meta"):
+            if style == "rowwise":
+                return RowParallelLinear(*sizes, has_bias, self.dtype, self.tp)
+            tp = self.tp if style == "colwise" else ALONE
+            parts = [(path.rpartition(".")[2], linear.out_features)]
+            return ColumnParallelLinear(linear.in_features, parts, has_bias, self.dtype, tp)
+
+    def find_norm(self, module: nn.Module) -> nn.Module | None:
+        weight: Any = dict(module.named_parameters())["weight"]
+        if weight.dim() != 1 or list(module.buffers()):
+            return None
+        numbers = {name: each for name, each in vars(module).items() if isinstance(each, float)}
+        for eps in numbers.values():
+            key = (type(module), tuple(numbers.items()), eps, len(weight))
+            if key not in self.norms:
+                self.norms[key] = self.find_norm_class(module, eps, len(weight))
+            norm_class = self.norms[key]
+            if norm_class is not None:
                 with torch.device("meta"):
-                    parts = [(name, child.out_features)]
-                    ours = ColumnParallelLinear(child.in_features, parts, has_bias, dtype)
-                setattr(module, name, ours)
-            elif list(dict(child.named_parameters())) == ["weight"] and child in called:
-                norm = recognize_norm(child, dtype, norms)
-                if norm is not None:
-                    setattr(module, name, norm)
-    is_tied = head is not None and head.weight is embedding.weight
-    is_plain = type(head) is nn.Linear and head.bias is None
-    scale = find_scale(embedding, dtype)
-    with torch.device("meta"):
-        if scale is not None and (is_plain or not is_tied):
-            num_rows, size = embedding.weight.shape
-            matrix = Embedding(num_rows, size, dtype, tp)
-            model.set_input_embeddings(LookUp(matrix, scale))
-            if is_tied:
-                model.set_output_embeddings(Logits(matrix, is_tied))
-        if is_plain and not is_tied:
-            matrix = Embedding(head.out_features, head.in_features, dtype, tp)
-            model.set_output_embeddings(Logits(matrix, is_tied))
+                    return norm_class(len(weight), eps, self.dtype)
+        return None
+
+    def find_norm_class(self, module: nn.Module, eps: float, size: int) -> type[RMSNorm] | None:
+        weight = {"weight": self.draw(size).to(self.dtype)}
+        scales = torch.tensor([[1e-3], [0.1], [1.0], [30.0]], device="cpu")  # the first shows eps
+        x = (self.draw(_NUM_TOKENS, 1, size) * scales).view(1, -1, size).to(self.dtype)
+        for norm_class in (RMSNorm, OnceRoundedRMSNorm, ZeroCenteredRMSNorm):
+            if computes_same(module, weight, norm_class(size, eps, self.dtype), weight, x):
+                return norm_class
+        return None
+
+    def find_mlp(self, module: nn.Module, path: str) -> nn.Module | None:
+        linears = {name: each for name, each in module.named_children() if type(each) is nn.Linear}
+        gate_up_names = [name for name in linears if name != "down_proj"]
+        biases = {each.bias is not None for each in linears.values()}
+        if len(biases) != 1 or not {f"{path}.{name}" for name in linears} <= self.called_modules:
+            return None
+        (has_bias,) = biases
+        tensors: dict[str, Tensor] = {}
+        for name in linears:
+            tensors[f"{name}.weight"] = self.draw(*_MLP_SHAPES[name])
+            if has_bias:
+                tensors[f"{name}.bias"] = self.draw(_MLP_SHAPES[name][0])
+        own = {name: each for name, each in tensors.items() if name.startswith("down_proj")}
+        for kind in ("weight", "bias")[: 1 + has_bias]:
+            own[f"gate_up_proj.{kind}"] = torch.cat([tensors[f"{n}.{kind}"] for n in gate_up_names])
+        down_proj = linears["down_proj"]
+        for mlp_class in (MLP, GeluMLP):
+            small = mlp_class(8, 12, has_bias, torch.float32, ALONE)
+            if computes_same(module, tensors, small, own, self.draw(1, _NUM_TOKENS, 8)):
+                sizes = (down_proj.out_features, down_proj.in_features)
+                is_divided = find_style(self.model, f"{path}.down_proj") == "rowwise"
+                tp = self.tp if is_divided else ALONE
+                names = gate_up_names * (2 // len(gate_up_names))
+                with torch.device("meta"):
+                    return mlp_class(*sizes, has_bias, self.dtype, tp, names)
+        return None
+
+    def find_experts(self, module: Any) -> nn.Module | None:
+        num_experts, hidden_size, width = module.down_proj.shape
+        tensors = {
+            "gate_up_proj": self.draw(num_experts, 24, 8),
+            "down_proj": self.draw(num_experts, 8, 12),
+        }
+        x, weights = self.draw(_NUM_TOKENS, 8), self.draw(_NUM_TOKENS, 2)
+        chosen = torch.randint(num_experts, weights.shape, generator=self.generator, device="cpu")
+        small = Experts(num_experts, 8, 12, torch.float32)
+        if not computes_same(module, tensors, small, tensors, x, chosen, weights):
+            return None
+        with torch.device("meta"):
+            return Experts(num_experts, hidden_size, width, self.dtype)
+
+    def replace_embeddings(self) -> None:
+        embedding: Any = self.model.get_input_embeddings()
+        head: Any = self.model.get_output_embeddings()
+        is_tied = head is not None and head.weight is embedding.weight
+        scale = find_scale(embedding, self.dtype)
+        with torch.device("meta"):
+            if scale is not None:
+                ours = self.make_embedding(embedding)
+                self.model.set_input_embeddings(LookUp(ours, scale))
+            elif is_tied:
+                raise ValueError("the matrix of its embedding cannot be replaced, and has two uses")
+            if type(head) is nn.Linear:
+                if not is_tied:
+                    ours = self.make_embedding(head)
+                self.model.set_output_embeddings(Logits(ours, is_tied, head.bias))
+
+    def make_embedding(self, module: Any) -> Embedding:
+        num_rows, size = module.weight.shape
+        return Embedding(num_rows, size, self.dtype, self.tp)
+
+    def draw(self, *shape: int) -> Tensor:
+        """Draw normal numbers."""
+        return torch.randn(shape, generator=self.generator, device="cpu")
+
+
+def computes_same(
+    theirs: nn.Module,
+    their_tensors: dict[str, Tensor],
+    ours: nn.Module,
+    our_tensors: dict[str, Tensor],
+    *inputs: Tensor,
+) -> bool:
+    """Compare results. Sums in float32 can differ in their order, 16-bit roundings are equal."""
+    try:
+        expected = torch.func.functional_call(theirs, their_tensors, inputs)
+    except RuntimeError:  # their code takes other shapes
+        return False
+    found = torch.func.functional_call(ours, our_tensors, inputs)
+    if found.dtype != expected.dtype or found.shape != expected.shape:
+        return False
+    if found.dtype == torch.float32:
+        return torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
+    return torch.equal(found, expected)
+
+
+def find_scale(embedding: nn.Module, dtype: torch.dtype) -> float | None:
+    """Return the factor on what is looked up, or None if this is another kind of embedding."""
+    if not isinstance(embedding, nn.Embedding):
+        return None
+    ids = torch.arange(4, device="cpu")[None]
+    weight = torch.randn(4, 8, device="cpu").to(dtype)
+    tensors = {"weight": weight} | {name: each.cpu() for name, each in embedding.named_buffers()}
+    found = torch.func.functional_call(embedding, tensors, ids)
+    numbers = [each for each in vars(embedding).values() if isinstance(each, int | float)]
+    for number in (1.0, *numbers):
+        scale = torch.tensor(number, dtype=dtype, device="cpu").item()
+        if torch.equal(found, weight[ids] * scale):
+            return scale
+    return None
 
 
 def list_kept(model: nn.Module) -> list[nn.Module]:
@@ -95,59 +259,33 @@ def list_kept(model: nn.Module) -> list[nn.Module]:
     ]
 
 
-def recognize_norm(
-    module: nn.Module, dtype: torch.dtype, known: dict[object, type[RMSNorm] | None]
-) -> nn.Module | None:
-    """Return the norm of layers/ that gives the same bits, on `meta`."""
-    weight: Any = dict(module.named_parameters())["weight"]
-    if weight.dim() != 1 or list(module.buffers()):
-        return None
-    numbers = {name: each for name, each in vars(module).items() if isinstance(each, float)}
-    for eps in numbers.values():
-        key = (type(module), tuple(numbers.items()), eps, len(weight))
-        if key not in known:
-            known[key] = find_norm_class(module, eps, len(weight), dtype)
-        norm_class = known[key]
-        if norm_class is not None:
-            with torch.device("meta"):
-                return norm_class(len(weight), eps, dtype)
-    return None
+def find_style(model: PreTrainedModel, path: str) -> str | None:
+    """Return how transformers divides a module or a parameter among ranks, by its `tp_plan`."""
+    return model.tp_plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", path))
 
 
-def find_norm_class(
-    module: nn.Module, eps: float, size: int, dtype: torch.dtype
-) -> type[RMSNorm] | None:
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(size, generator=generator, device="cpu").to(dtype)
-    rows = torch.randn(4, size, generator=generator, device="cpu")
-    rows *= torch.tensor([[1e-3], [0.1], [1.0], [30.0]], device="cpu")  # eps matters in the first
-    x = rows.to(dtype)
-    theirs = torch.func.functional_call(module, {"weight": weight}, x)
-    for norm_class in (RMSNorm, OnceRoundedRMSNorm, ZeroCenteredRMSNorm):
-        ours = torch.func.functional_call(norm_class(size, eps, dtype), {"weight": weight}, x)
-        if ours.dtype == theirs.dtype and is_equal(ours, theirs):
-            return norm_class
-    return None
-
-
-def is_equal(ours: Tensor, theirs: Tensor) -> bool:
-    """Compare results. Sums in float32 can differ in their order, 16-bit roundings are equal."""
-    if ours.dtype == torch.float32:
-        return torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
-    return torch.equal(ours, theirs)
-
-
-def find_scale(embedding: nn.Module, dtype: torch.dtype) -> float | None:
-    """Return the factor on what is looked up, or None if this is another kind of embedding."""
-    if not isinstance(embedding, nn.Embedding):
-        return None
-    ids = torch.arange(4, device="cpu")[None]
-    weight = torch.randn(4, 8, device="cpu").to(dtype)
-    tensors = {"weight": weight} | {name: each.cpu() for name, each in embedding.named_buffers()}
-    found = torch.func.functional_call(embedding, tensors, ids)
-    numbers = [each for each in vars(embedding).values() if isinstance(each, float)]
-    for number in (1.0, *numbers):
-        scale = torch.tensor(number, dtype=dtype, device="cpu").item()
-        if torch.equal(found, weight[ids] * scale):
-            return scale
-    return None
+def check_ranks(model: PreTrainedModel, observed: Observed, num_ranks: int) -> None:
+    """Raise ValueError if layers cannot be divided among ranks as transformers divides them."""
+    if num_ranks == 1:
+        return
+    for shape in observed.shapes.values():
+        if shape.num_kv_heads % num_ranks != 0:
+            raise ValueError(
+                f"tensor_parallel_size={num_ranks} does not divide {shape.num_kv_heads} K/V heads:"
+                " use a divisor of it"
+            )
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())  # always divided
+    num_divided = 0
+    for path, module in (*model.named_modules(), *model.named_parameters()):
+        style = find_style(model, path) or "replicated"
+        if module in ends or style.startswith("replicated"):
+            continue
+        sizes = {"colwise": "out_features", "rowwise": "in_features"}
+        size = getattr(module, sizes.get(style, ""), 1)
+        if module not in observed.called or size % num_ranks != 0:
+            raise ValueError(
+                f"tensor_parallel_size={num_ranks} cannot divide {path} (tp_plan: {style}): use 1"
+            )
+        num_divided += 1
+    if num_divided == 0:
+        raise ValueError(f"tensor_parallel_size={num_ranks} needs a tp_plan of its class: use 1")

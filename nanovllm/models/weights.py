@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.checkpoints.quantization import Format, quantize_layers
-from nanovllm.checkpoints.tensor_files import EMBEDDING, HEAD, TensorFiles, summarize
+from nanovllm.checkpoints.tensor_files import TensorFiles, summarize
 from nanovllm.layers.attention import Backend
 from nanovllm.layers.linear import Target
+from nanovllm.layers.quantized import QuantizedWeight
 from nanovllm.layers.tensor_parallel import TensorParallel
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.moe import Experts
@@ -65,8 +66,8 @@ def load_checkpoint(model: CausalLM, files: TensorFiles, format: Format | None =
     Raises ValueError if the two do not match or a file is damaged.
     """
     targets = _find_targets(model)
-    if HEAD in files and HEAD not in targets:
-        targets = _resolve_tied_head(files, targets)
+    if model.head_name in files and model.head_name not in targets:
+        targets = _resolve_tied_head(model, files, targets)
     missing: list[str] = []
     for name, parts in targets.items():
         layer = name.removesuffix(".weight")
@@ -79,6 +80,9 @@ def load_checkpoint(model: CausalLM, files: TensorFiles, format: Format | None =
         else:
             missing.append(name)
             continue
+        is_quantized = isinstance(parts[0].destination, QuantizedWeight)
+        if isinstance(weight, QuantizedWeight) and not is_quantized:
+            weight = weight.dequantize()  # its layer was not found by this name
         for target in parts:
             target.destination.copy_(weight[target.shard])
     problems = {"unexpected tensors": _find_unexpected(files, format), "missing tensors": missing}
@@ -90,18 +94,19 @@ def load_checkpoint(model: CausalLM, files: TensorFiles, format: Format | None =
 
 
 def _resolve_tied_head(
-    files: TensorFiles, targets: dict[str, list[Target]]
+    model: CausalLM, files: TensorFiles, targets: dict[str, list[Target]]
 ) -> dict[str, list[Target]]:
     """Let a stored output head fill the embedding, or require that both are the same matrix.
 
     The model has no head of its own, because config.json has tie_word_embeddings=true.
     """
-    if EMBEDDING not in files:
-        return {HEAD if name == EMBEDDING else name: parts for name, parts in targets.items()}
-    head = files.read(HEAD)
-    if not torch.equal(head, files.read(EMBEDDING).to(head)):  # their dtypes can differ
+    embedding, head = model.embedding_name, model.head_name
+    if embedding not in files:
+        return {head if name == embedding else name: parts for name, parts in targets.items()}
+    stored = files.read(head)
+    if not torch.equal(stored, files.read(embedding).to(stored)):  # their dtypes can differ
         raise ValueError(
-            f"{HEAD} differs from {EMBEDDING}, but config.json has tie_word_embeddings=true:"
+            f"{head} differs from {embedding}, but config.json has tie_word_embeddings=true:"
             " set it to false"
         )
     return targets

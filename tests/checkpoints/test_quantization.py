@@ -202,6 +202,7 @@ FORMATS = {
     "fp8": (FP8, quantize_to_fp8),
 }
 PLAIN = {"enable_kernels": False}
+BORROWED = {"model_impl": "transformers"}
 TWO_RANKS = {"tensor_parallel_size": 2}
 
 
@@ -226,6 +227,10 @@ TWO_RANKS = {"tensor_parallel_size": 2}
         # misread (sglang #33759, #20370, vLLM #22017, vLLM-omni #5573).
         *product(["qwen3-next"], ["gptq", "compressed"], PARTS, [{}]),
         *product(["qwen3.5-moe"], ["awq"], PARTS, [{}]),
+        # The layers that replace those of transformers.
+        *product(
+            ["qwen3", "phi4", "qwen3-moe"], ["gptq", "awq", "compressed", "fp8"], [""], [BORROWED]
+        ),
     ],
 )
 def test_stored_codes_give_the_tokens_of_their_weights(tmp_path, family, name, part, options):
@@ -261,17 +266,19 @@ def test_zeros_of_gptq_take_all_values(tmp_path, bits, offset, version, order):
 
 
 @pytest.mark.parametrize(
-    "family, option, enable_kernels",
+    "family, option, options",
     [
-        ("gemma3", "int8", True),
-        ("llama-biases", "int4", False),
-        ("phi4", "int8", False),
-        ("qwen3-moe", "int4", True),
-        ("qwen3.5-moe", "int8", True),
-        ("qwen3-next", "int4", False),
+        ("gemma3", "int8", {}),
+        ("llama-biases", "int4", PLAIN),
+        ("phi4", "int8", PLAIN),
+        ("qwen3-moe", "int4", {}),
+        ("qwen3.5-moe", "int8", {}),
+        ("qwen3-next", "int4", PLAIN),
+        ("gemma3", "int4", BORROWED),
+        ("qwen3-moe", "int8", BORROWED),
     ],
 )
-def test_weights_are_quantized_while_loading(tmp_path, family, option, enable_kernels):
+def test_weights_are_quantized_while_loading(tmp_path, family, option, options):
     """The model computes with the dequantized weights, and routers, norms and biases are floats."""
     make_family(tmp_path, family)
     head = Scheme(8, 128)
@@ -286,11 +293,11 @@ def test_weights_are_quantized_while_loading(tmp_path, family, option, enable_ke
         dequantized[name] = weight
     if family == "qwen3.5-moe":
         edit_weights(tmp_path, stack_experts)
-    with load(tmp_path, quantization=option, enable_kernels=enable_kernels) as llm:
+    with load(tmp_path, quantization=option, **options) as llm:
         assert llm.executor.worker.spec.quantization.linear == linear
         actual = generate_ids(llm, PROMPTS, greedy(12))
     save_file(dequantized, tmp_path / "model.safetensors")
-    assert actual == tokens_of(tmp_path, enable_kernels=enable_kernels)
+    assert actual == tokens_of(tmp_path, **options)
 
 
 def test_ranks_quantize_their_shards_alike():
