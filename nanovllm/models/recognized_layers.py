@@ -5,6 +5,7 @@ recognized by calling both, with the same random weights and inputs. What is rep
 quantized, has optimized versions, and can be divided among ranks.
 """
 
+import copy
 import re
 from typing import Any
 
@@ -22,13 +23,8 @@ from nanovllm.models.moe import Experts
 from nanovllm.models.observation import Observed
 
 _NUM_TOKENS = 61  # of a comparison, which are not mixed then, as a convolution would do
-# Shapes of an MLP's weights where it is compared with another one.
-_MLP_SHAPES = {
-    "gate_proj": (12, 8),
-    "up_proj": (12, 8),
-    "gate_up_proj": (24, 8),
-    "down_proj": (8, 12),
-}
+_SIZE = 8  # of a token there
+_PROJECTIONS = {"gate_proj", "up_proj", "gate_up_proj", "down_proj"}  # of a gated MLP
 
 
 class LookUp(nn.Module):
@@ -64,6 +60,17 @@ class Logits(nn.Module):
         return logits if self.bias is None else logits + self.bias
 
 
+class Factors(nn.Module):
+    """Takes the place of a projection where MLPs are compared."""
+
+    def __init__(self, *factors: Tensor) -> None:
+        super().__init__()
+        self.factors = factors
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x * each for each in self.factors], dim=-1)
+
+
 class Replacement:
     """Replaces layers of a model on `meta`.
 
@@ -83,7 +90,6 @@ class Replacement:
         self.dtype = dtype
         self.tp = tp
         self.generator = torch.Generator().manual_seed(0)
-        self.norms: dict[object, type[RMSNorm] | None] = {}  # by what distinguishes them
 
     @torch.no_grad()
     def replace_layers(self) -> None:
@@ -108,7 +114,8 @@ class Replacement:
             return self.find_norm(module)
         if names == {"gate_up_proj", "down_proj"}:
             return self.find_experts(module)
-        if {name.rpartition(".")[0] for name in names} <= _MLP_SHAPES.keys():
+        parts = {name.rpartition(".")[0] for name in names}
+        if "down_proj" in parts and parts <= _PROJECTIONS:
             return self.find_mlp(module, path)
         return None
 
@@ -125,47 +132,39 @@ class Replacement:
 
     def find_norm(self, module: nn.Module) -> nn.Module | None:
         weight: Any = dict(module.named_parameters())["weight"]
-        if weight.dim() != 1 or list(module.buffers()):
+        if weight.dim() != 1:
             return None
-        numbers = {name: each for name, each in vars(module).items() if isinstance(each, float)}
-        for eps in numbers.values():
-            key = (type(module), tuple(numbers.items()), eps, len(weight))
-            if key not in self.norms:
-                self.norms[key] = self.find_norm_class(module, eps, len(weight))
-            norm_class = self.norms[key]
-            if norm_class is not None:
-                with torch.device("meta"):
-                    return norm_class(len(weight), eps, self.dtype)
-        return None
-
-    def find_norm_class(self, module: nn.Module, eps: float, size: int) -> type[RMSNorm] | None:
-        weight = {"weight": self.draw(size).to(self.dtype)}
-        scales = torch.tensor([[1e-3], [0.1], [1.0], [30.0]], device="cpu")  # the first shows eps
-        x = (self.draw(_NUM_TOKENS, 1, size) * scales).view(1, -1, size).to(self.dtype)
-        for norm_class in (RMSNorm, OnceRoundedRMSNorm, ZeroCenteredRMSNorm):
-            if computes_same(module, weight, norm_class(size, eps, self.dtype), weight, x):
-                return norm_class
+        small = {"weight": self.draw(_SIZE).to(self.dtype)}
+        scales = torch.tensor([1e-3, 0.1, 1.0, 30.0], device="cpu")  # the first shows eps
+        x = self.draw(_NUM_TOKENS, 4, _SIZE) * scales[:, None]
+        for eps in list_numbers(module):
+            for norm_class in (RMSNorm, OnceRoundedRMSNorm, ZeroCenteredRMSNorm):
+                ours = norm_class(_SIZE, eps, self.dtype)
+                if computes_same(module, small, ours, small, x.to(self.dtype)):
+                    with torch.device("meta"):
+                        return norm_class(len(weight), eps, self.dtype)
         return None
 
     def find_mlp(self, module: nn.Module, path: str) -> nn.Module | None:
+        """Compare MLPs whose projections multiply each number of x by a factor."""
         linears = {name: each for name, each in module.named_children() if type(each) is nn.Linear}
         gate_up_names = [name for name in linears if name != "down_proj"]
         biases = {each.bias is not None for each in linears.values()}
         if len(biases) != 1 or not {f"{path}.{name}" for name in linears} <= self.called_modules:
             return None
         (has_bias,) = biases
-        tensors: dict[str, Tensor] = {}
-        for name in linears:
-            tensors[f"{name}.weight"] = self.draw(*_MLP_SHAPES[name])
-            if has_bias:
-                tensors[f"{name}.bias"] = self.draw(_MLP_SHAPES[name][0])
-        own = {name: each for name, each in tensors.items() if name.startswith("down_proj")}
-        for kind in ("weight", "bias")[: 1 + has_bias]:
-            own[f"gate_up_proj.{kind}"] = torch.cat([tensors[f"{n}.{kind}"] for n in gate_up_names])
-        down_proj = linears["down_proj"]
+        gate, up, down = self.draw(3, _SIZE)
+        theirs = copy.deepcopy(module)
+        factors = {"gate_proj": [gate], "up_proj": [up], "gate_up_proj": [gate, up]}
+        for name in gate_up_names:
+            setattr(theirs, name, Factors(*factors[name]))
+        theirs.down_proj = Factors(down)
         for mlp_class in (MLP, GeluMLP):
-            small = mlp_class(8, 12, has_bias, torch.float32, ALONE)
-            if computes_same(module, tensors, small, own, self.draw(1, _NUM_TOKENS, 8)):
+            ours: Any = mlp_class(_SIZE, _SIZE, False, torch.float32, ALONE)
+            ours.gate_up_proj = Factors(gate, up)
+            ours.down_proj = Factors(down)
+            if computes_same(theirs, {}, ours, {}, self.draw(1, _NUM_TOKENS, _SIZE)):
+                down_proj = linears["down_proj"]
                 sizes = (down_proj.out_features, down_proj.in_features)
                 is_divided = find_style(self.model, f"{path}.down_proj") == "rowwise"
                 tp = self.tp if is_divided else ALONE
@@ -176,14 +175,14 @@ class Replacement:
 
     def find_experts(self, module: Any) -> nn.Module | None:
         num_experts, hidden_size, width = module.down_proj.shape
-        tensors = {
-            "gate_up_proj": self.draw(num_experts, 24, 8),
-            "down_proj": self.draw(num_experts, 8, 12),
+        small = {
+            "gate_up_proj": self.draw(num_experts, 2 * _SIZE, _SIZE),
+            "down_proj": self.draw(num_experts, _SIZE, _SIZE),
         }
-        x, weights = self.draw(_NUM_TOKENS, 8), self.draw(_NUM_TOKENS, 2)
+        x, weights = self.draw(_NUM_TOKENS, _SIZE), self.draw(_NUM_TOKENS, 2)
         chosen = torch.randint(num_experts, weights.shape, generator=self.generator, device="cpu")
-        small = Experts(num_experts, 8, 12, torch.float32)
-        if not computes_same(module, tensors, small, tensors, x, chosen, weights):
+        ours = Experts(num_experts, _SIZE, _SIZE, torch.float32)
+        if not computes_same(module, small, ours, small, x, chosen, weights):
             return None
         with torch.device("meta"):
             return Experts(num_experts, hidden_size, width, self.dtype)
@@ -192,7 +191,7 @@ class Replacement:
         embedding: Any = self.model.get_input_embeddings()
         head: Any = self.model.get_output_embeddings()
         is_tied = head is not None and head.weight is embedding.weight
-        scale = find_scale(embedding, self.dtype)
+        scale = self.find_scale(embedding)
         with torch.device("meta"):
             if scale is not None:
                 ours = self.make_embedding(embedding)
@@ -203,6 +202,20 @@ class Replacement:
                 if not is_tied:
                     ours = self.make_embedding(head)
                 self.model.set_output_embeddings(Logits(ours, is_tied, head.bias))
+
+    def find_scale(self, embedding: nn.Module) -> float | None:
+        """Return the factor on what is looked up, or None if this is another kind of embedding."""
+        if not isinstance(embedding, nn.Embedding):
+            return None
+        num_rows = embedding.num_embeddings  # all, because padding_idx is one of them
+        weight = self.draw(num_rows, _SIZE).to(self.dtype)
+        for number in (1.0, *list_numbers(embedding)):
+            scale = torch.tensor(number, dtype=self.dtype, device="cpu").item()
+            ours = LookUp(Embedding(num_rows, _SIZE, self.dtype), scale)
+            ids = torch.arange(num_rows, device="cpu")[None]
+            if computes_same(embedding, {"weight": weight}, ours, {"ours.weight": weight}, ids):
+                return scale
+        return None
 
     def make_embedding(self, module: Any) -> Embedding:
         num_rows, size = module.weight.shape
@@ -233,20 +246,9 @@ def computes_same(
     return torch.equal(found, expected)
 
 
-def find_scale(embedding: nn.Module, dtype: torch.dtype) -> float | None:
-    """Return the factor on what is looked up, or None if this is another kind of embedding."""
-    if not isinstance(embedding, nn.Embedding):
-        return None
-    ids = torch.arange(4, device="cpu")[None]
-    weight = torch.randn(4, 8, device="cpu").to(dtype)
-    tensors = {"weight": weight} | {name: each.cpu() for name, each in embedding.named_buffers()}
-    found = torch.func.functional_call(embedding, tensors, ids)
-    numbers = [each for each in vars(embedding).values() if isinstance(each, int | float)]
-    for number in (1.0, *numbers):
-        scale = torch.tensor(number, dtype=dtype, device="cpu").item()
-        if torch.equal(found, weight[ids] * scale):
-            return scale
-    return None
+def list_numbers(module: nn.Module) -> list[float]:
+    """List the attributes that are numbers."""
+    return [float(each) for each in vars(module).values() if isinstance(each, int | float)]
 
 
 def list_kept(model: nn.Module) -> list[nn.Module]:

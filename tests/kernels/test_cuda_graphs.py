@@ -298,11 +298,18 @@ def make_replaying(make_llm, monkeypatch):
     return make
 
 
-@pytest.mark.parametrize("name, overlaps", [("qwen3", False), ("gemma3-untied", True)])
-def test_engine_with_graphs_matches_transformers(tmp_path, make_replaying, name, overlaps):
+@pytest.mark.parametrize(
+    "name, overlaps, model_impl",
+    [("qwen3", False, "auto"), ("gemma3-untied", True, "auto"), ("gemma3", True, "transformers")],
+)
+def test_engine_with_graphs_matches_transformers(
+    tmp_path, make_replaying, name, overlaps, model_impl
+):
     """Of batches that grow and shrink, with padding, chunks and windows of 2, in Triton."""
     oracle = make_family(tmp_path, name)
-    llm, steps = make_replaying(tmp_path, max_num_seqs=5, max_num_batched_tokens=5)
+    llm, steps = make_replaying(
+        tmp_path, max_num_seqs=5, max_num_batched_tokens=5, model_impl=model_impl
+    )
     llm.overlaps = overlaps
     lengths = [8, 1, 2, 3]  # of the prompts
     prompts = [random_prompt(i, length) for i, length in enumerate(lengths)]
@@ -324,6 +331,36 @@ def test_chunks_of_one_token_without_logits_are_replayed(tmp_path, make_replayin
         prompt = [*prefix, last, last]
         assert generate_ids(llm, [prompt], greedy(2)) == [oracle(prompt, 2)]
     assert (True, False, 0) in steps
+
+
+def test_a_graph_that_repeats_a_branch_is_not_replayed(monkeypatch):
+    """A branch of Python on the positions of a step. The stand-in for a graph repeats it, too."""
+
+    class Branching(Recorder):
+        is_replay = False
+        is_late = False
+
+        def forward(self, batch, kv_caches=()):
+            if not self.is_replay:
+                self.is_late = bool((batch.positions > 2).any())
+            return batch.positions[batch.logits_indices] + 10 * self.is_late
+
+    decoder = Branching()
+
+    def capture(step, *_):
+        captured = decoder.is_late
+
+        def replay():
+            decoder.is_replay, decoder.is_late = True, captured
+            step()
+            decoder.is_replay = False
+
+        return SimpleNamespace(replay=replay)
+
+    repeat_steps(monkeypatch)
+    monkeypatch.setattr(graphs, "capture", capture)
+    batch = make_decodes(2)
+    assert not graphs.can_replay(make_decoder_graphs(decoder, batch), batch)
 
 
 def test_torch_attention_is_not_captured(monkeypatch):
