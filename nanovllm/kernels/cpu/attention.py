@@ -5,6 +5,8 @@ computed as separate decodes, with bitwise identical results. With prepacked lin
 therefore change no token in 16-bit dtypes either.
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -70,6 +72,7 @@ def attend(query: Tensor, kv_cache: Tensor, batch: Batch, shape: AttentionShape)
     return output
 
 
+@cache
 def describe_heads(shape: AttentionShape, num_heads: int, num_kv_heads: int) -> Struct:
     """Describe the heads of this rank. Without a window, it is 0."""
     window = shape.window or 0

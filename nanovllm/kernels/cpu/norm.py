@@ -23,15 +23,20 @@ class NormKind(IntEnum):
 class FastRMSNorm(OptimizedLayer, RMSNorm):
     KIND = NormKind.ROUNDED_TWICE
 
+    struct: Struct  # what C++ functions take
+
     def convert(self) -> bool:
-        return self.weight.dtype == self.dtype and self.weight.is_contiguous()
+        if self.weight.dtype != self.dtype or not self.weight.is_contiguous():
+            return False
+        self.struct = Norm(self, size=len(self.weight), kind=self.KIND)
+        return True
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.contiguous()
         size = len(self.weight)
         assert x.shape[-1] == size
         output = torch.empty_like(x)
-        load(x.dtype).rms_norm(x, describe_norm(self), output, x.numel() // size)
+        load(x.dtype).rms_norm(x, self.struct, output, x.numel() // size)
         return output
 
 
@@ -48,6 +53,4 @@ NORMS = (FastRMSNorm, FastZeroCenteredRMSNorm, FastOnceRoundedRMSNorm)
 
 def describe_norm(norm: Any) -> Struct:
     """Describe an optimized norm for C++. Without one, the weight is null."""
-    if norm is None:
-        return Norm()
-    return Norm(norm, size=len(norm.weight), kind=norm.KIND)
+    return Norm() if norm is None else norm.struct
