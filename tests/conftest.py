@@ -143,6 +143,9 @@ def make_checkpoint(
         parameter.data = parameter.data.to(dtype)
         if parameter.dim() == 1:  # Mistakes would not show at 1 and 0, where transformers starts.
             torch.nn.init.normal_(parameter, float(name.endswith("norm.weight")), 0.3)
+    for name, buffer in model.named_buffers():
+        if name in model.state_dict():  # such as a bias of a router
+            torch.nn.init.normal_(buffer, 0.0, 0.3)
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     return model
 

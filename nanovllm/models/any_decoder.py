@@ -13,15 +13,14 @@ Nothing about a family is written down here. What a layer attends to is observed
 Layers that compute the same as one of layers/ are replaced by it (recognized_layers.py).
 """
 
-import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AttentionInterface, PretrainedConfig
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from nanovllm.batch.batch import Batch
 from nanovllm.checkpoints.quantization import Quantization
@@ -88,10 +87,7 @@ class AnyDecoder(CausalLM):
             borrowed.set_functions(model, PAGED, experts="eager")
             modules = map(model.get_submodule, spec.attention_modules)
             self.shapes = dict(zip(modules, enumerate(spec.shapes)))
-            self.stored_rows = dict(borrowed.find_stored_rows(model))
-            names = {module: normalize(f"{name}.weight") for name, module in model.named_modules()}
-            self.embedding_name = names[model.get_input_embeddings()]
-            self.head_name = names.get(model.get_output_embeddings(), "")
+            self.stored_rows = self._find_stored_rows(model)
             Replacement(model, spec.called_modules, spec.dtype, tp).replace_layers()
         self.title = f"{type(model).__name__} of transformers {transformers.__version__}"
         self.kept = sorted({type(module).__name__ for module in list_kept(model)})
@@ -100,6 +96,24 @@ class AnyDecoder(CausalLM):
         self.backend = backend
         self.max_model_len = spec.max_model_len
         self.vocab_size = spec.vocab_size
+
+    def _find_stored_rows(self, model: PreTrainedModel) -> dict[str, StoredRows]:
+        """Find where stored tensors go, and the names of those that can be tied.
+
+        A tied output head is no tensor of its own. Another parameter that two modules share is
+        missing in the checkpoint under one of its names, which is an error.
+        """
+        found = {normalize(name): rows for name, rows in borrowed.find_stored_rows(model)}
+        stored_names = {rows.parameter: name for name, rows in found.items()}
+        names = {module: f"{name}.weight" for name, module in model.named_modules()}
+        embedding: Any = model.get_input_embeddings()
+        head: Any = model.get_output_embeddings()
+        self.embedding_name = stored_names[names[embedding]]
+        if head is not None:
+            self.head_name = stored_names[names[head]]
+            if head.weight is embedding.weight:
+                del found[self.head_name]
+        return found
 
     def forward(self, batch: Batch, kv_caches: list[Tensor]) -> Tensor:
         step = PagedStep(batch, kv_caches, self.backend, self.shapes)
@@ -139,23 +153,11 @@ class AnyDecoder(CausalLM):
         return output.last_hidden_state[0].float().nan_to_num()  # float16 can overflow
 
     def name_targets(self, own: dict[str, list[Target]]) -> Iterator[tuple[str, list[Target]]]:
-        """Map names of stored tensors to where they go. `own` has the names of this model.
-
-        Raises ValueError if a parameter is not filled, because it is one of another module, too.
-        """
+        """Map names of stored tensors to where they go. `own` has the names of this model."""
         own = {name.replace(".ours.", "."): targets for name, targets in own.items()}
-        buffers = dict(self.named_buffers())
-        num_left = _count_numbers(own.values())
         for stored_name, rows in self.stored_rows.items():
             name = self.find_own_name(rows.parameter)
-            if name in buffers:
-                targets = [Target(buffers[name])]
-            else:
-                targets = own.get(name) or [Target(self.find_rows(name, rows))]
-                num_left -= _count_numbers([targets])
-            yield normalize(stored_name), targets
-        if num_left != 0:
-            raise ValueError(f"{self.title} shares parameters, which is not supported")
+            yield stored_name, own.get(name) or [Target(self.find_rows(name, rows))]
 
     def find_own_name(self, name: str) -> str:
         """Return the name that a parameter of the family's class has here."""
@@ -165,7 +167,7 @@ class AnyDecoder(CausalLM):
         return f"head.{name}"
 
     def find_rows(self, name: str, rows: StoredRows) -> Any:
-        """Return rows of experts, or all of them, which can be quantized."""
+        """Return rows of a stack of experts, which can be quantized, or a whole tensor."""
         path, _, attribute = name.rpartition(".")
         module = self.get_submodule(path)
         weight = getattr(getattr(module, "ours", module), attribute)
@@ -173,10 +175,6 @@ class AnyDecoder(CausalLM):
             return weight
         expert, row = divmod(rows.first, weight.shape[1])
         return weight[expert][row : row + rows.num_rows]
-
-
-def _count_numbers(parts: Iterable[list[Target]]) -> int:
-    return sum(math.prod(target.destination.shape) for targets in parts for target in targets)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -134,16 +134,12 @@ def find_stored_rows(model: PreTrainedModel) -> Iterator[tuple[str, StoredRows]]
 
     transformers merges some tensors while it loads them, such as the matrices of experts. Which
     rows a stored tensor becomes is found by the conversion that transformers applies when it saves
-    a model, here to tensors that consist of row numbers. Tied parameters are stored once.
+    a model, here to tensors that consist of row numbers.
     """
     numbers: dict[str, Tensor] = {}
     starts: list[int] = []  # of the parameters, in the order of `numbers`
     end = 0
-    seen: set[int] = set()
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) in seen:
-            continue
-        seen.add(id(tensor))
+    for name, tensor in model.state_dict().items():
         shape = (*tensor.shape[:-1], 1) if tensor.dim() > 1 else tensor.shape
         starts.append(end)
         end += torch.Size(shape).numel()
@@ -154,9 +150,11 @@ def find_stored_rows(model: PreTrainedModel) -> Iterator[tuple[str, StoredRows]]
         if len(flat) == 0:
             continue
         first = int(flat[0])
-        if not torch.equal(flat, torch.arange(first, first + len(flat))):
-            raise ValueError(f"transformers permutes the rows of {stored_name}")
         index = bisect_right(starts, first) - 1
+        end_of_parameter = starts[index] + numbers[names[index]].numel()
+        is_in_order = torch.equal(flat, torch.arange(first, first + len(flat)))
+        if not is_in_order or first + len(flat) > end_of_parameter:
+            raise ValueError(f"transformers permutes or splits the rows of {stored_name}")
         is_whole = rows.shape == numbers[names[index]].shape
         num_rows = 0 if is_whole else len(flat)
         yield stored_name, StoredRows(names[index], first - starts[index], num_rows)

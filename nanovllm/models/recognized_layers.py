@@ -136,7 +136,7 @@ class Replacement:
             return None
         small = {"weight": self.draw(_SIZE).to(self.dtype)}
         scales = torch.tensor([1e-3, 0.1, 1.0, 30.0], device="cpu")  # the first shows eps
-        x = self.draw(_NUM_TOKENS, 4, _SIZE) * scales[:, None]
+        x = (self.draw(_NUM_TOKENS, 4, _SIZE) * scales[:, None]).view(1, -1, _SIZE)
         for eps in list_numbers(module):
             for norm_class in (RMSNorm, OnceRoundedRMSNorm, ZeroCenteredRMSNorm):
                 ours = norm_class(_SIZE, eps, self.dtype)

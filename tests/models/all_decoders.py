@@ -18,11 +18,11 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parent / "helpers")]
 
 import torch
-from conftest import VOCAB_SIZE, generate_ids, greedy, random_prompt
+from conftest import VOCAB_SIZE, generate_ids, random_prompt
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from nanovllm import LLM
+from nanovllm import LLM, SamplingParams
 
 # Small values for the fields that configs have under one name or another.
 SIZES = {
@@ -65,6 +65,7 @@ SIZES = {
     "mamba_d_head": 8,
     "initializer_range": 0.3,
 }
+PARAMS = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 MAX_PARAMETERS = 20_000_000  # of a model that is small
 
 
@@ -81,10 +82,9 @@ def make_config(config_class):
     for name, value in vars(default).items():
         if isinstance(value, list) and len(value) == default.num_hidden_layers:
             sizes[name] = value[: SIZES["num_hidden_layers"]]
-    config = config_class(**sizes)
-    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
-        object.__setattr__(config, name, None)  # the vocabulary does not have them
-    return config
+    # The vocabulary does not have the default ids, and some families require one.
+    ids = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+    return config_class(**sizes, **ids)
 
 
 def make_model(config_class):
@@ -121,7 +121,7 @@ def try_decoder(config_class, directory):
     options = {"num_kvcache_blocks": 36, "kvcache_block_size": 4, "max_num_batched_tokens": 24}
     try:
         with LLM(directory, model_impl="transformers", **options) as llm:
-            found = [generate_ids(llm, prompts, greedy(8)) for _ in range(2)]
+            found = [generate_ids(llm, prompts, PARAMS) for _ in range(2)]
     except ValueError as error:
         return "rejected", str(error).partition("cannot be served: ")[2] or str(error)
     except Exception as error:

@@ -2,17 +2,26 @@
 
 import pytest
 import torch
-from conftest import Oracle, greedy, make_checkpoint, random_prompt
+from conftest import (
+    Oracle,
+    edit_config,
+    edit_weights,
+    generate_ids,
+    greedy,
+    make_checkpoint,
+    random_prompt,
+)
 from families import POOL, YARN, check_tokens, make_family
-from test_families import compute_logprobs
+from test_families import check_precision, compute_logprobs
 from transformers import (
     BloomConfig,
     CohereConfig,
-    Ernie4_5Config,
     Gemma2Config,
+    Glm4MoeConfig,
     GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
+    HunYuanMoEV1Config,
     Llama4TextConfig,
     MixtralConfig,
     NemotronConfig,
@@ -41,27 +50,30 @@ OLMO3 = dict(
     },
 )
 OPT = dict(ffn_dim=40)
-# Decoders that differ in kind: in norms, MLPs, biases, positions, RoPE, experts, windows, names.
+EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=24, num_hidden_layers=3)
+GLM4_MOE = dict(EXPERTS, n_routed_experts=4, n_group=1, topk_group=1, pad_token_id=96)
+GPT_OSS = dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=8)
+# Decoders that differ in kind: in norms, MLPs, biases, positions, RoPE, routers, windows, names.
 SERVED = {
     "cohere": (CohereConfig, {"logit_scale": 0.5}),
-    "ernie4_5": (Ernie4_5Config, {}),
     "gpt_neox": (GPTNeoXConfig, {"intermediate_size": 64}),
     "gemma2": (Gemma2Config, {"sliding_window": 8, "query_pre_attn_scalar": 16}),
-    "gpt_oss": (GptOssConfig, dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=8)),
+    "glm4_moe": (Glm4MoeConfig, GLM4_MOE),  # a router with a buffer in the checkpoint
+    "gpt_oss": (GptOssConfig, GPT_OSS),
     "granite": (GraniteConfig, GRANITE),
+    "hunyuan_moe": (HunYuanMoEV1Config, dict(num_experts=4, moe_topk=2)),  # reads weights
     "mixtral": (MixtralConfig, {"num_local_experts": 4}),
-    "olmo2": (Olmo2Config, {"tie_word_embeddings": False}),
     "olmo3": (Olmo3Config, OLMO3),
     "opt": (OPTConfig, OPT),
     "opt-350m": (OPTConfig, dict(OPT, do_layer_norm_before=False, word_embed_proj_dim=24)),
-    "starcoder2-window": (Starcoder2Config, {"sliding_window": 8}),
+    "starcoder2": (Starcoder2Config, {"sliding_window": 8}),
 }
 
 
-def make_served(directory, name):
+def make_served(directory, name, dtype=torch.float32):
     """Save a random checkpoint of a family, and return its oracle."""
     family, changes = SERVED[name]
-    return Oracle(make_checkpoint(directory, family=family, **changes))
+    return Oracle(make_checkpoint(directory, dtype=dtype, family=family, **changes))
 
 
 @pytest.mark.parametrize("name", SERVED)
@@ -82,6 +94,51 @@ def test_log_probabilities_match_transformers(tmp_path, name):
     torch.testing.assert_close(ours, oracle.find_logprobs(prompt), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["cohere", "gemma2", "gpt_oss", "granite", "mixtral", "olmo3"])
+def test_low_precision_is_as_exact_as_transformers(tmp_path, name):
+    check_precision(tmp_path, make_served(tmp_path, name, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    "name, kept",
+    [
+        ("cohere", "CohereLayerNorm"),
+        ("gpt_oss", "GptOssAttention, GptOssExperts, GptOssTopKRouter"),
+        ("granite", ""),
+        ("hunyuan_moe", "Linear"),
+        ("mixtral", "MixtralTopKRouter"),
+        ("opt", "LayerNorm, OPTLearnedPositionalEmbedding"),
+    ],
+)
+def test_what_is_not_replaced_is_named(tmp_path, capsys, name, kept):
+    make_served(tmp_path, name, dtype=torch.bfloat16)
+    LLM(tmp_path, **POOL)
+    line = next(line for line in capsys.readouterr().err.splitlines() if "model: " in line)
+    assert line.partition("; runs as transformers has it: ")[2] == kept
+
+
+@pytest.mark.parametrize("name", ["opt", "gpt_neox"])
+def test_a_tied_head_can_be_stored(tmp_path, name):
+    """Alone, or beside the embedding. Without a dtype in config.json, tensors have the dtype."""
+    oracle = make_served(tmp_path, name)
+    edit_config(tmp_path, dtype=None)
+    embedding, head = {
+        "opt": ("model.decoder.embed_tokens.weight", "lm_head.weight"),
+        "gpt_neox": ("gpt_neox.embed_in.weight", "embed_out.weight"),
+    }[name]
+    prompt = random_prompt(1, 9)
+    for is_alone in (False, True):
+
+        def store_head(weights, is_alone=is_alone):
+            weights[head] = weights[embedding].clone()
+            if is_alone:
+                del weights[embedding]
+
+        edit_weights(tmp_path, store_head)
+        with LLM(tmp_path, **POOL) as llm:
+            assert generate_ids(llm, [prompt], greedy(6)) == [oracle(prompt, 6)]
+
+
 def test_all_learned_positions_are_used(tmp_path):
     oracle = make_served(tmp_path, "opt")
     prompt = random_prompt(1, 250)
@@ -91,6 +148,33 @@ def test_all_learned_positions_are_used(tmp_path):
     assert output["finish_reason"] == "length"
     with pytest.raises(ValueError, match="lower it to 256"):
         LLM(tmp_path, max_model_len=257)
+
+
+# --- Several ranks
+
+
+@pytest.mark.parametrize("name", ["gemma2", "starcoder2"])
+def test_ranks_give_the_tokens_of_one(tmp_path, name):
+    check_tokens(tmp_path, make_served(tmp_path, name), tensor_parallel_size=2)
+
+
+@pytest.mark.parametrize(
+    "family, changes, reason",
+    [
+        (OPTConfig, OPT, "needs a tp_plan"),
+        (Olmo2Config, {}, "cannot divide model.layers.0.self_attn.q_proj .*gather_output"),
+        (MixtralConfig, {"num_local_experts": 4}, "cannot divide .*experts .tp_plan: moe_tp"),
+        (GraniteConfig, {"num_key_value_heads": 1}, "does not divide 1 K/V heads"),
+        (GraniteConfig, {"intermediate_size": 47}, "cannot divide .*gate_proj .tp_plan: colwise"),
+    ],
+)
+def test_a_plan_that_cannot_be_followed_is_rejected(tmp_path, family, changes, reason):
+    make_checkpoint(tmp_path, family=family, **changes)
+    with pytest.raises(ValueError, match=f"tensor_parallel_size=2 {reason}"):
+        LLM(tmp_path, tensor_parallel_size=2, **POOL)
+
+
+# --- What cannot be served
 
 
 REJECTED = {
@@ -128,13 +212,18 @@ MIXTURES = {
 }
 
 
+@pytest.mark.parametrize("part", ["Qwen3MLP", "Qwen3RMSNorm"])
 @pytest.mark.parametrize("kind", MIXTURES)
-def test_mixed_tokens_are_rejected(tmp_path, monkeypatch, kind):
+def test_mixed_tokens_are_rejected(tmp_path, monkeypatch, kind, part):
+    """Also in layers that would be replaced otherwise."""
     make_checkpoint(tmp_path)
-    compute = modeling_qwen3.Qwen3MLP.forward
-    monkeypatch.setattr(
-        modeling_qwen3.Qwen3MLP, "forward", lambda self, x: compute(self, MIXTURES[kind](x))
-    )
+    part = getattr(modeling_qwen3, part)
+    compute = part.forward
+
+    def mix(self, x):
+        return compute(self, MIXTURES[kind](x) if x.dim() == 3 else x)
+
+    monkeypatch.setattr(part, "forward", mix)
     with pytest.raises(ValueError, match="Qwen3ForCausalLM of transformers .* mixes tokens"):
         LLM(tmp_path, model_impl="transformers", **POOL)
 

@@ -65,10 +65,13 @@ IN_BFLOAT16 = [
     ],
 )
 def test_low_precision_is_as_exact_as_transformers(tmp_path, name, dtype, size):
+    check_precision(tmp_path, make_family(tmp_path, name, dtype=dtype), size)
+
+
+def check_precision(directory, oracle, size=1):
     """The distance to float32 is at most 1.5 times that of transformers."""
-    oracle = make_family(tmp_path, name, dtype=dtype)
     prompt = random_prompt(3, 40)
-    with LLM(tmp_path, num_kvcache_blocks=64, tensor_parallel_size=size) as llm:
+    with LLM(directory, num_kvcache_blocks=64, tensor_parallel_size=size) as llm:
         ours = compute_logprobs(llm, prompt)
     theirs = oracle.find_logprobs(prompt)
     oracle.model.float()
