@@ -29,6 +29,7 @@ from nanovllm.layers.attention import AttentionShape, Backend
 from nanovllm.layers.linear import Target
 from nanovllm.layers.tensor_parallel import ALONE, TensorParallel
 from nanovllm.models import borrowed
+from nanovllm.models.borrowed import VERSIONS as VERSIONS
 from nanovllm.models.borrowed import StoredRows
 from nanovllm.models.config_fields import read_max_len
 from nanovllm.models.decoder import CausalLM

@@ -126,9 +126,10 @@ def read_spec(
         check_choice("dtype", str(dtype).removeprefix("torch."), DTYPES)
         quantized = read_quantization(config, quantization)
         if model_impl == "transformers" or (model_impl == "auto" and name not in ARCHITECTURES):
-            from nanovllm.models.any_decoder import read_any_spec  # takes a second to import
+            # takes a second to import
+            from nanovllm.models.any_decoder import VERSIONS, read_any_spec
 
-            with naming(f"transformers' {name} cannot be served", Exception):
+            with naming(f"{name} ({VERSIONS}) cannot be served", Exception):
                 return read_any_spec(config, dtype, num_ranks, quantized, max_model_len)
         if name not in ARCHITECTURES:
             raise ValueError(

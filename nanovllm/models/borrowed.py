@@ -19,13 +19,11 @@ from transformers import (
     PreTrainedModel,
 )
 
+VERSIONS = f"transformers {transformers.__version__}, tested with 5.22 to 5.24"
 try:
     from transformers.core_model_loading import revert_weight_conversion
 except ImportError as error:
-    raise ImportError(
-        "model_impl='transformers' was checked with transformers 5.22 to 5.24, and"
-        f" {transformers.__version__} is installed: {error}"
-    ) from error
+    raise ImportError(f"model_impl='transformers' needs {VERSIONS}: {error}") from error
 
 
 def make_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:

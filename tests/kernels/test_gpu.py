@@ -58,12 +58,16 @@ def expected(tiny):
 
 
 @graphs_and_eager
-@pytest.mark.parametrize("chunked", [True, False], ids=["mixed", "prefill first"])
-def test_engine_matches_transformers(make_llm, tiny, chunked, enforce_eager):
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"enable_chunked_prefill": False}, {"model_impl": "transformers"}],
+    ids=["mixed", "prefill first", "any decoder"],
+)
+def test_engine_matches_transformers(make_llm, tiny, options, enforce_eager):
     """Twice in a pool that is too small, so with preemptions and prefix hits."""
     llm = make_llm(
         kvcache_block_size=16, num_kvcache_blocks=8, max_model_len=64, max_num_batched_tokens=40,
-        max_num_seqs=11, enable_chunked_prefill=chunked, enforce_eager=enforce_eager,
+        max_num_seqs=11, enforce_eager=enforce_eager, **options,
     )  # fmt: skip
     worker = llm.executor.worker
     assert worker.backend.NAME == "triton"

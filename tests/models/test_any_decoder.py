@@ -33,6 +33,7 @@ from transformers import (
 from transformers.models.qwen3 import modeling_qwen3
 
 from nanovllm import LLM
+from nanovllm.models import borrowed
 
 GRANITE = dict(
     embedding_multiplier=0.7,
@@ -253,6 +254,20 @@ def test_a_mask_by_head_is_rejected(tmp_path, monkeypatch):
         lambda **given: create(**given, and_mask_function=only_even_heads),
     )
     with pytest.raises(ValueError, match="neither causal nor a sliding window"):
+        LLM(tmp_path, model_impl="transformers", **POOL)
+
+
+def test_an_error_names_the_versions_of_transformers(tmp_path, monkeypatch):
+    """For example if a release changes what is used of it."""
+    make_checkpoint(tmp_path)
+
+    def run_decoder(decoder, input_ids):
+        raise AssertionError
+
+    monkeypatch.setattr(borrowed, "run_decoder", run_decoder)
+    with pytest.raises(
+        ValueError, match=r"transformers 5\.\d+.*tested with 5.22.*unexpected keyword"
+    ):
         LLM(tmp_path, model_impl="transformers", **POOL)
 
 
