@@ -127,8 +127,9 @@ def compare_with_torch(
             f"{backend.NAME}: store_kvcache writes outside slot_mapping, or values that differ"
             " from key and value"
         )
-    attend = partial(backend.attend, query, kv_cache, batch, shape)
-    expected = reference.attend(query.float(), expected_cache, batch, shape)
+    sinks = [randn(shape.num_heads).to(dtype)] if shape.has_sinks else []
+    attend = partial(backend.attend, query, kv_cache, batch, shape, *sinks)
+    expected = reference.attend(query.float(), expected_cache, batch, shape, *sinks)
     magnitude = expected.square().mean(-1, keepdim=True).sqrt()
     error = ((attend() - expected).abs() / magnitude).max().item()
     if not error <= tolerance:  # also if it is NaN

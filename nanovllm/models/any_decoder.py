@@ -89,6 +89,8 @@ class AnyDecoder(CausalLM):
             modules = map(model.get_submodule, spec.attention_modules)
             self.shapes = dict(zip(modules, enumerate(spec.shapes)))
             self.stored_rows = self._find_stored_rows(model)
+            self.prefix = normalize(f"{model.base_model_prefix}.")
+            self.skipped_names = borrowed.list_skipped(model)
             Replacement(model, spec.called_modules, spec.dtype, tp).replace_layers()
         self.title = f"{type(model).__name__} of transformers {transformers.__version__}"
         self.kept = sorted({type(module).__name__ for module in list_kept(model)})

@@ -136,7 +136,7 @@ def read_spec(
                 f"model_impl='nanovllm' has no class for {name}: use model_impl='transformers'"
             )
         family = ARCHITECTURES[name]
-        check_supported(vars(config), **family.supported)
+        check_supported(vars(config), is_causal=(True, None), **family.supported)
         names = {**NAMES, **family.names}
         read = {**_read_fields(config, family.spec, names), **family.fixed}
         computed = family.compute(config, {**read, "max_model_len": max_model_len})

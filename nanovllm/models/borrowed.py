@@ -66,6 +66,11 @@ def set_functions(model: PreTrainedModel, attention: str, experts: str) -> None:
         model.set_experts_implementation(experts)
 
 
+def list_skipped(model: PreTrainedModel) -> list[str]:
+    """List patterns of stored tensors that the family's class does not need, such as of MTP."""
+    return list(model._keys_to_ignore_on_load_unexpected or ())
+
+
 def fix_rope(model: nn.Module, max_model_len: int) -> None:
     """Let frequencies be those of a context of `max_model_len` in every step.
 

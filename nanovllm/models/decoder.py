@@ -175,9 +175,11 @@ class Decoder(nn.Module):
 class CausalLM(nn.Module):
     """A decoder and an output head, which is `lm_head` or the matrix of the embeddings."""
 
-    # Names of their checkpoint tensors.
+    # Names of their checkpoint tensors, and how the names of a decoder's tensors begin.
     embedding_name = EMBEDDING
     head_name = HEAD
+    prefix = "model."
+    skipped_names: Iterable[str] = ()  # patterns of tensors that are not needed
 
     def __init__(self, model: nn.Module, lm_head: Embedding | None) -> None:
         super().__init__()

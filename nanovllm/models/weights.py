@@ -7,6 +7,7 @@ towers and draft heads (MTP) are skipped, because they are not run. A tied outpu
 in place of the embedding. If both are stored, they are compared.
 """
 
+import re
 from collections import defaultdict
 from typing import Any
 
@@ -66,6 +67,9 @@ def load_checkpoint(model: CausalLM, files: TensorFiles, format: Format | None =
     Raises ValueError if the two do not match or a file is damaged.
     """
     targets = _find_targets(model)
+    if not any(name.startswith(model.prefix) for name in files.list_unread()):
+        # The decoder was saved without its head, so `normalize` has added "model.".
+        targets = {name.replace(model.prefix, "model.", 1): each for name, each in targets.items()}
     if model.head_name in files and model.head_name not in targets:
         targets = _resolve_tied_head(model, files, targets)
     missing: list[str] = []
@@ -85,7 +89,10 @@ def load_checkpoint(model: CausalLM, files: TensorFiles, format: Format | None =
             weight = weight.dequantize()  # its layer was not found by this name
         for target in parts:
             target.destination.copy_(weight[target.shard])
-    problems = {"unexpected tensors": _find_unexpected(files, format), "missing tensors": missing}
+    problems = {
+        "unexpected tensors": _find_unexpected(model, files, format),
+        "missing tensors": missing,
+    }
     found = [summarize(title, names) for title, names in problems.items() if names]
     if found:
         raise ValueError(
@@ -112,11 +119,13 @@ def _resolve_tied_head(
     return targets
 
 
-def _find_unexpected(files: TensorFiles, format: Format | None) -> list[str]:
+def _find_unexpected(model: CausalLM, files: TensorFiles, format: Format | None) -> list[str]:
     """Return the tensors that nothing has read, except those that are skipped on purpose."""
     unexpected: list[str] = []
     for name in files.list_unread():
         if name.endswith(_SKIPPED_ENDS) or name.startswith(_SKIPPED_PARTS):
+            continue
+        if any(re.search(pattern, name) for pattern in model.skipped_names):
             continue
         # AutoGPTQ adds biases of zeros where there are none.
         is_zero_bias = format is not None and name.endswith(".bias") and not files.read(name).any()

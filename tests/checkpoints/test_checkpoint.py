@@ -82,6 +82,7 @@ def test_invalid_configs_are_rejected(checkpoint, changes, complaint):
         ("qwen3", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ("qwen3", {"dtype": "float8_e4m3fn"}, "dtype must be one of .*float8_e4m3fn"),
         ("qwen3", {"hidden_act": "gelu"}, "hidden_act must be one of 'silu'"),
+        ("llama-2", {"is_causal": False}, "is_causal must be one of True, None, not False"),
         ("qwen3-moe", {"num_experts_per_tok": 9}, "at least 1 and at most 8, not 9"),
         ("qwen3-moe", {"decoder_sparse_step": 0}, "decoder_sparse_step must be at least 1"),
         ("phi4", {"rope_parameters": PARTIAL}, "partial_rotary_factor must be .* at most 1.0"),

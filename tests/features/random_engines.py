@@ -156,6 +156,10 @@ class Case:
         num_ranks = rng.choices([1, 2], [49, 1])[0]  # processes are slow
         if self.quantization is None:  # groups of the tiny weights cannot be divided
             self.options["tensor_parallel_size"] = min(num_ranks, max_ranks)
+        # The plain engine has the own class of the family.
+        has_states = self.model.startswith(("qwen3.5", "qwen3-next"))
+        if not has_states and num_ranks == 1 and rng.random() < 0.3:
+            self.options["model_impl"] = "transformers"
         prefixes = [rng.choices(range(VOCAB_SIZE), k=24) for _ in range(2)]
         prefixes.append(rng.choices(range(VOCAB_SIZE), k=4) * 6)
         self.jobs = [(draw_prompt(rng, prefixes), draw_params(rng)) for _ in range(5)]

@@ -40,7 +40,7 @@ from nanovllm.batch import batch as batches
 from nanovllm.config import Config
 from nanovllm.kernels.cpu import attention as cpp_backend
 from nanovllm.kernels.select import BACKENDS, report_once, select_backend
-from nanovllm.kernels.self_tests import check_backend
+from nanovllm.kernels.self_tests import BatchShape, check_backend, compare_with_torch
 from nanovllm.layers import attention as torch_backend
 from nanovllm.layers.attention import AttentionShape, find_first_visible, make_cache
 
@@ -127,6 +127,27 @@ def test_no_backend_ignores_a_new_field(capfd, name, value):
     assert backend is load_backend(name)
     step = make_step(([3, 1], [9, 20]), (4, 2, 16), block_size, dtype, device)
     torch.testing.assert_close(backend.attend(*step, shape), backend.attend(*step, plain))
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("field", [{"softcap": 2.0}, {"has_sinks": True}])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_soft_caps_and_sinks(name, field, window):
+    """Of one decode, whose context is split, of several decodes, and of a chunk."""
+    device = TEST_DEVICES[name]
+    if device is None:
+        pytest.skip(find_obstacle(name, DEVICE, torch.float16))
+    backend = load_backend(name)
+    known = backend.KNOWN_FIELDS
+    if known is not None and not field.keys() <= known:
+        pytest.skip(f"{name} does not support {field}")
+    shape = AttentionShape(4, 2, 16, scale=0.5, window=window, **field)
+    for batch_shape in (
+        BatchShape(1, 300, 1, 16),
+        BatchShape(3, 60, 1, 16),
+        BatchShape(2, 60, 33, 16),
+    ):
+        compare_with_torch(backend, shape, batch_shape, device, torch.float32, tolerance=1e-4)
 
 
 def test_backends_know_only_fields_that_layers_have():

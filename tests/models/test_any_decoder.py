@@ -18,6 +18,7 @@ from transformers import (
     CohereConfig,
     Gemma2Config,
     Glm4MoeConfig,
+    GPT2Config,
     GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
@@ -149,6 +150,19 @@ def test_all_learned_positions_are_used(tmp_path):
     assert output["finish_reason"] == "length"
     with pytest.raises(ValueError, match="lower it to 256"):
         LLM(tmp_path, max_model_len=257)
+
+
+def test_gpt2_can_be_stored_as_on_the_hub(tmp_path):
+    """Without the head, so without the prefix of names, and with masks, which are not needed."""
+    oracle = Oracle(make_checkpoint(tmp_path, family=GPT2Config))
+
+    def store_decoder(weights):
+        for name in list(weights):
+            weights[name.removeprefix("transformer.")] = weights.pop(name)
+        weights["h.0.attn.bias"] = torch.ones(1, 1, 9, 9)
+
+    edit_weights(tmp_path, store_decoder)
+    check_tokens(tmp_path, oracle)
 
 
 # --- Several ranks

@@ -28,7 +28,9 @@ from nanovllm.layers.attention import make_cache as make_cache
 NAME = "triton"
 PREFERRED_BLOCK_SIZE = 16
 SUPPORTS_CUDA_GRAPHS = True
-KNOWN_FIELDS = {"num_heads", "num_kv_heads", "head_dim", "scale", "window"}
+KNOWN_FIELDS = {
+    "num_heads", "num_kv_heads", "head_dim", "scale", "window", "softcap", "has_sinks"
+}  # fmt: skip
 
 _LOG2_E = 1.4426950408889634
 
@@ -99,18 +101,24 @@ def store_kvcache(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Te
     launch((num_tokens, 1, 1), key, value, *kv_cache, slot_mapping, *sizes)
 
 
-def attend(query: Tensor, kv_cache: Tensor, batch: Batch, shape: AttentionShape) -> Tensor:
+def attend(
+    query: Tensor,
+    kv_cache: Tensor,
+    batch: Batch,
+    shape: AttentionShape,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Causal attention of `query` [num_tokens, num_heads, head_dim] to each sequence's context.
 
-    Returns a tensor of the same shape.
+    Returns a tensor of the same shape. `sinks` [num_heads] are given if the shape has them.
     """
     query = query.contiguous()
     output = torch.empty_like(query)
     num_prefills = len(batch.long_queries)
     if num_prefills < len(batch.context_lens):
-        _attend(query, kv_cache, batch, shape, output, is_decode=True)
+        _attend(query, kv_cache, batch, shape, sinks, output, is_decode=True)
     if num_prefills > 0:
-        _attend(query, kv_cache, batch, shape, output, is_decode=False)
+        _attend(query, kv_cache, batch, shape, sinks, output, is_decode=False)
     return output
 
 
@@ -119,6 +127,7 @@ def _attend(
     kv_cache: Tensor,
     batch: Batch,
     shape: AttentionShape,
+    sinks: Tensor | None,
     output: Tensor,
     is_decode: bool,
 ) -> None:
@@ -156,7 +165,7 @@ def _attend(
     log_sums = split_outputs.new_empty(sizes)
     launch = prepare(
         attend_kernel,
-        (query,),
+        (query, sinks),
         IS_DECODE=is_decode,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group_size,
@@ -167,6 +176,7 @@ def _attend(
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
         WINDOW=shape.window,
+        SOFTCAP=None if shape.softcap is None else shape.softcap * _LOG2_E,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
@@ -181,6 +191,7 @@ def _attend(
         batch.context_lens,
         batch.block_tables,
         batch.long_queries,
+        sinks,
         shape.scale * _LOG2_E,
         batch.block_tables.stride(0),
         num_prefills,

@@ -13,6 +13,9 @@ sliding window, there are masked tiles on both sides of these:
                  windows    | rows begin   | attends to all | of the tile
     tiles        not read   | masked       | not masked     | masked
 
+A soft-cap c turns a score s into c * tanh(s / c). A sink is one more score of a head, without a
+value. It is added to the sum of the first split.
+
 What lies before all windows is not read, because its blocks can belong to other sequences by now,
 and a masked NaN is still NaN.
 
@@ -48,6 +51,7 @@ def attend_kernel(
     context_lens_ptr,
     tables_ptr,
     long_queries_ptr,
+    sinks_ptr,  # [num_heads], or None
     scale,
     table_stride,
     num_prefills,
@@ -65,6 +69,7 @@ def attend_kernel(
     HEAD_DIM: constexpr,
     BLOCK_SIZE: constexpr,
     WINDOW: constexpr,  # tokens that a query attends to, or None
+    SOFTCAP: constexpr,  # times log2(e), or None
 ):
     HAS_WINDOW: constexpr = WINDOW is not None
     if IS_DECODE:
@@ -149,6 +154,8 @@ def attend_kernel(
             key = tl.load(key_ptr + offsets, mask=is_read, other=0.0)
             # The precision is that of float32, and has no effect on 16-bit operands.
             scores = tl.dot(query, tl.trans(key), input_precision="ieee")  # [M, N]
+            if SOFTCAP is not None:
+                scores = SOFTCAP / scale * (2 * tl.sigmoid(scores * (2 / SOFTCAP) * scale) - 1)
             if IS_MASKED:
                 is_visible = positions[None, :] <= last_visible[:, None]
                 if HAS_WINDOW and IS_DECODE:
@@ -169,6 +176,14 @@ def attend_kernel(
             acc = tl.dot(weights.to(value.dtype), value, acc, input_precision="ieee")
             row_sum = row_sum * rescale + tl.sum(weights, axis=1)
             row_max = new_max
+
+    if sinks_ptr is not None and split == 0:
+        sinks = tl.load(sinks_ptr + heads).to(tl.float32) * 1.4426950408889634  # log2(e)
+        new_max = tl.maximum(row_max, sinks)
+        rescale = tl.exp2(row_max - new_max)
+        acc = acc * rescale[:, None]
+        row_sum = row_sum * rescale + tl.exp2(sinks - new_max)
+        row_max = new_max
 
     # The sum is 0 for an empty split, which a short context or a padding row of a CUDA graph
     # can have. Its weight is exp2(-inf) = 0.
