@@ -10,7 +10,8 @@ gemma3.py         Gemma 3
 moe.py            experts (Qwen3-MoE, Qwen3.5-MoE, Qwen3-Next)
 qwen3_5.py        layers with recurrent states (Qwen3.5, Qwen3-Next)
 
-any_decoder.py        any other decoder of transformers, which is observed
+any_decoder.py        any other decoder of transformers, with paged attention
+observation.py        what its layers attend to, and whether tokens meet elsewhere
 recognized_layers.py  its layers that compute the same as one of layers/
 borrowed.py           what all this uses of transformers' modeling code
 """

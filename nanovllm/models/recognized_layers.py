@@ -56,8 +56,9 @@ class Logits(nn.Module):
         self.bias = bias
 
     def forward(self, hidden: Tensor) -> Tensor:
-        logits = self.ours.logits(hidden[0])[None]
-        return logits if self.bias is None else logits + self.bias
+        logits = self.ours.logits(hidden[0])[None]  # on rank 0. Others have shards
+        has_bias = self.bias is not None and self.ours.tp.rank == 0
+        return logits + self.bias if has_bias else logits
 
 
 class Factors(nn.Module):

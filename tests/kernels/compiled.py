@@ -44,6 +44,7 @@ from nanovllm.batch.packing import pack, unpack
 from nanovllm.engine import model_runner
 from nanovllm.kernels import kernelize, replacement
 from nanovllm.kernels.cuda import attention, graphs, layers, linear
+from nanovllm.layers.attention import AttentionShape
 from nanovllm.layers.linear import ColumnParallelLinear
 from nanovllm.layers.quantized import INT4, INT8
 from nanovllm.layers.rotary import RopeSpec
@@ -112,6 +113,10 @@ def launch_model(dtype, head_dim, group_size):
     batch = worker.copy_to(make_batch([1, 5, 33], [300, 5, 133], tables), device)
     step = partial(model, kv_caches=kv_caches)
     graphs.CudaGraphs(step, model, batch, torch.device("cpu"), 40)  # computes the largest step
+    num_heads = 2 * group_size
+    shape = AttentionShape(num_heads, 2, head_dim, 0.1, 100, softcap=50.0, has_sinks=True)
+    query = torch.empty(len(batch.input_ids), num_heads, head_dim, dtype=dtype)
+    attention.attend(query, kv_caches[0], batch, shape, query[0, :, 0].contiguous())
     logits = model.compute_logits(step(batch))
     for params in (SamplingParams(), SamplingParams(top_p=0.5)):
         rows = make_sampling_batch([params] * 3, [0] * 3, [0] * 3, spec.vocab_size)
