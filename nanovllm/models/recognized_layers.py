@@ -22,8 +22,9 @@ from nanovllm.models.gemma3 import GeluMLP
 from nanovllm.models.moe import Experts
 from nanovllm.models.observation import Observed
 
-_NUM_TOKENS = 61  # of a comparison, which are not mixed then, as a convolution would do
-_SIZE = 8  # of a token there
+# A comparison has several tokens, so that layers which mix tokens differ.
+_NUM_TOKENS = 61
+_SIZE = 8  # of a token
 _PROJECTIONS = {"gate_proj", "up_proj", "gate_up_proj", "down_proj"}  # of a gated MLP
 
 
@@ -56,9 +57,10 @@ class Logits(nn.Module):
         self.bias = bias
 
     def forward(self, hidden: Tensor) -> Tensor:
-        logits = self.ours.logits(hidden[0])[None]  # on rank 0. Others have shards
-        has_bias = self.bias is not None and self.ours.tp.rank == 0
-        return logits + self.bias if has_bias else logits
+        logits = self.ours.logits(hidden[0])[None]
+        if self.bias is None or self.ours.tp.rank != 0:  # other ranks have shards
+            return logits
+        return logits + self.bias
 
 
 class Factors(nn.Module):
@@ -136,12 +138,11 @@ class Replacement:
         if weight.dim() != 1:
             return None
         small = {"weight": self.draw(_SIZE).to(self.dtype)}
-        scales = torch.tensor([1e-3, 0.1, 1.0, 30.0], device="cpu")  # the first shows eps
-        x = (self.draw(_NUM_TOKENS, 4, _SIZE) * scales[:, None]).view(1, -1, _SIZE)
+        x = self.draw_tokens()[None].to(self.dtype)
         for eps in list_numbers(module):
             for norm_class in (RMSNorm, OnceRoundedRMSNorm, ZeroCenteredRMSNorm):
                 ours = norm_class(_SIZE, eps, self.dtype)
-                if computes_same(module, small, ours, small, x.to(self.dtype)):
+                if computes_same(module, small, ours, small, x):
                     with torch.device("meta"):
                         return norm_class(len(weight), eps, self.dtype)
         return None
@@ -164,7 +165,7 @@ class Replacement:
             ours: Any = mlp_class(_SIZE, _SIZE, False, torch.float32, ALONE)
             ours.gate_up_proj = Factors(gate, up)
             ours.down_proj = Factors(down)
-            if computes_same(theirs, {}, ours, {}, self.draw(1, _NUM_TOKENS, _SIZE)):
+            if computes_same(theirs, {}, ours, {}, self.draw_tokens()[None]):
                 down_proj = linears["down_proj"]
                 sizes = (down_proj.out_features, down_proj.in_features)
                 is_divided = find_style(self.model, f"{path}.down_proj") == "rowwise"
@@ -180,7 +181,7 @@ class Replacement:
             "gate_up_proj": self.draw(num_experts, 2 * _SIZE, _SIZE),
             "down_proj": self.draw(num_experts, _SIZE, _SIZE),
         }
-        x, weights = self.draw(_NUM_TOKENS, _SIZE), self.draw(_NUM_TOKENS, 2)
+        x, weights = self.draw_tokens(), self.draw(_NUM_TOKENS, 2)
         chosen = torch.randint(num_experts, weights.shape, generator=self.generator, device="cpu")
         ours = Experts(num_experts, _SIZE, _SIZE, torch.float32)
         if not computes_same(module, small, ours, small, x, chosen, weights):
@@ -226,6 +227,11 @@ class Replacement:
         """Draw normal numbers."""
         return torch.randn(shape, generator=self.generator, device="cpu")
 
+    def draw_tokens(self) -> Tensor:
+        """Draw small tokens, in which eps shows, to large ones, in which a limit shows."""
+        exponents = torch.arange(_NUM_TOKENS, device="cpu") % 7 - 3
+        return self.draw(_NUM_TOKENS, _SIZE) * 10.0 ** exponents[:, None]
+
 
 def computes_same(
     theirs: nn.Module,
@@ -234,7 +240,7 @@ def computes_same(
     our_tensors: dict[str, Tensor],
     *inputs: Tensor,
 ) -> bool:
-    """Compare results. Sums in float32 can differ in their order, 16-bit roundings are equal."""
+    """Compare results. 16-bit ones must be equal. Sums in float32 can differ in their order."""
     try:
         expected = torch.func.functional_call(theirs, their_tensors, inputs)
     except RuntimeError:  # their code takes other shapes
@@ -243,7 +249,8 @@ def computes_same(
     if found.dtype != expected.dtype or found.shape != expected.shape:
         return False
     if found.dtype == torch.float32:
-        return torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
+        errors = (found - expected).norm(dim=-1)
+        return bool((errors <= 1e-5 * expected.norm(dim=-1)).all())
     return torch.equal(found, expected)
 
 
@@ -277,7 +284,7 @@ def check_ranks(model: PreTrainedModel, observed: Observed, num_ranks: int) -> N
                 f"tensor_parallel_size={num_ranks} does not divide {shape.num_kv_heads} K/V heads:"
                 " use a divisor of it"
             )
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())  # always divided
+    ends = {model.get_input_embeddings(), model.get_output_embeddings()}  # always divided
     num_divided = 0
     for path, module in (*model.named_modules(), *model.named_parameters()):
         style = find_style(model, path) or "replicated"

@@ -36,6 +36,7 @@ from transformers.models.qwen3 import modeling_qwen3
 
 from nanovllm import LLM
 from nanovllm.models import borrowed
+from nanovllm.models.decoder import MLP
 
 GRANITE = dict(
     embedding_multiplier=0.7,
@@ -118,6 +119,19 @@ def test_what_is_not_replaced_is_named(tmp_path, capsys, name, kept):
     LLM(tmp_path, **POOL)
     line = next(line for line in capsys.readouterr().err.splitlines() if "model: " in line)
     assert line.partition("; runs as transformers has it: ")[2] == kept
+
+
+def test_a_layer_with_a_limit_is_not_replaced(tmp_path, monkeypatch):
+    """The limit shows for large activations only."""
+    oracle = Oracle(make_checkpoint(tmp_path))
+
+    def limit(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)).clamp(max=100.0) * self.up_proj(x))
+
+    monkeypatch.setattr(modeling_qwen3.Qwen3MLP, "forward", limit)
+    with LLM(tmp_path, model_impl="transformers", **POOL) as llm:
+        assert not [each for each in llm.executor.worker.model.modules() if isinstance(each, MLP)]
+        assert generate_ids(llm, [[1, 2, 3]], greedy(6)) == [oracle([1, 2, 3], 6)]
 
 
 @pytest.mark.parametrize("name", ["opt", "gpt_neox"])
