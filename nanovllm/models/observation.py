@@ -33,7 +33,7 @@ _SUPPORTED = {"softcap", "s_aux"}  # arguments that AttentionShape has
 _NUM_TESTED = 64  # tokens of the test of independence
 _MAX_ROUNDING = 0.05  # a relative change, far above that of 16-bit numbers
 # What code raises that cannot run on `meta`, or takes masks for tensors.
-_FAILURES = (RuntimeError, NotImplementedError, AttributeError, TypeError, LookupError)
+_FAILURES = (RuntimeError, AttributeError, TypeError, LookupError)
 
 
 class ObservedMask(NamedTuple):
@@ -123,13 +123,13 @@ class ObservedLinear(nn.Linear):
 
 class Observed(NamedTuple):
     shapes: dict[nn.Module, AttentionShape]  # of each attention module, in their order
-    # Modules that were called, without each Linear whose weight is read, as by some routers.
+    # Modules that were called, except each Linear whose weight other code reads (some routers).
     called: set[nn.Module]
     output_class: type  # of the decoder
 
 
 def observe(model: PreTrainedModel) -> Observed:
-    """Run the decoder of a model, which is spoiled, once on `meta`.
+    """Run the decoder of a model once on `meta`. The model cannot be used afterwards.
 
     Raises ValueError if it cannot be observed, or has attention that no backend computes.
     """

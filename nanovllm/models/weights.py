@@ -86,7 +86,7 @@ def load_checkpoint(model: CausalLM, files: TensorFiles, format: Format | None =
             continue
         is_quantized = isinstance(parts[0].destination, QuantizedWeight)
         if isinstance(weight, QuantizedWeight) and not is_quantized:
-            weight = weight.dequantize()  # its layer was not found by this name
+            weight = weight.dequantize()  # `quantize_layers` has another name of its layer
         for target in parts:
             target.destination.copy_(weight[target.shard])
     problems = {

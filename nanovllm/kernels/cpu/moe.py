@@ -30,7 +30,9 @@ class FastExperts(OptimizedLayer, Experts):
         return True
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        x, experts, weights = x.contiguous(), experts.contiguous(), weights.float().contiguous()
+        x = x.contiguous()
+        experts = experts.contiguous()
+        weights = weights.float().contiguous()
         output = torch.empty_like(x)
         sizes = (*experts.shape, len(self.gate_up))
         load(x.dtype).experts(x, experts, weights, *self.structs, output, *sizes)

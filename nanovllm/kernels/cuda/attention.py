@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nanovllm.batch.batch import Batch
 from nanovllm.kernels.cuda.attention_kernels import (
+    LOG2_E,
     attend_kernel,
     combine_splits_kernel,
     store_kvcache_kernel,
@@ -32,7 +33,7 @@ KNOWN_FIELDS = {
     "num_heads", "num_kv_heads", "head_dim", "scale", "window", "softcap", "has_sinks"
 }  # fmt: skip
 
-_LOG2_E = 1.4426950408889634
+_LOG2_E = LOG2_E.value
 
 
 class _Tile(NamedTuple):

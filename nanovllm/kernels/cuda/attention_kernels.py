@@ -27,6 +27,8 @@ import triton
 import triton.language as tl
 from triton.language import constexpr
 
+LOG2_E = constexpr(1.4426950408889634)
+
 
 @triton.jit(
     do_not_specialize=["table_stride", "num_prefills", "num_splits"],
@@ -178,7 +180,7 @@ def attend_kernel(
             row_max = new_max
 
     if sinks_ptr is not None and split == 0:
-        sinks = tl.load(sinks_ptr + heads).to(tl.float32) * 1.4426950408889634  # log2(e)
+        sinks = tl.load(sinks_ptr + heads).to(tl.float32) * LOG2_E
         new_max = tl.maximum(row_max, sinks)
         rescale = tl.exp2(row_max - new_max)
         acc = acc * rescale[:, None]
