@@ -226,6 +226,7 @@ def remove_the_gpu_work(llm: LLM, max_num_seqs: int, sampled: torch.Tensor) -> N
     graphs.capture = lambda *_: SimpleNamespace(replay=lambda: None)
     batch = make_dummy_batch(worker, [1] * max_num_seqs)
     worker.graphs = graphs.CudaGraphs(make_step(worker), model, batch, worker.device)
+    worker.graphs.capture(minimum=list)
     llm.model_runner.sampler = lambda logits, batch: sampled[: len(logits)]
     # Into pinned memory, and to the device.
     sampler.to_device = lambda array, device: torch.from_numpy(array).clone().clone()
@@ -238,12 +239,12 @@ def only_decodes_replay_graphs(llm: LLM) -> Iterator[None]:
     if captured is None:
         yield
         return
-    largest = captured.largest
-    captured.largest = largest._replace(num_long_queries=0)
+    kinds = captured.kinds
+    captured.kinds = [kind for kind in kinds if kind.num_long_queries == 0]
     try:
         yield
     finally:
-        captured.largest = largest
+        captured.kinds = kinds
 
 
 def count_graphs(llm: LLM) -> int:
@@ -253,7 +254,7 @@ def count_graphs(llm: LLM) -> int:
 
 @contextmanager
 def time_start(clock: Callable[[], float]) -> Iterator[dict[str, list[float]]]:
-    """Measure the seconds of the parts of a start. Those of a profile run include its graph.
+    """Measure the seconds of the parts of a start. Those of a profile run include its graphs.
 
     "MB of graphs" is memory of the driver, beside that of torch.
     """

@@ -236,8 +236,8 @@ def store_kvcache(*args):
     enqueue_into([], attention.store_kvcache, args, {})
 
 
-def launch_lay_out(*args):
-    enqueue_into([], lay_out, args, {})
+def lay_out_later(captured):
+    enqueue_into([], lay_out, (captured.packed, captured.buffer, captured.rows), {})
 
 
 def install(library):
@@ -271,7 +271,7 @@ find_layers = replacement.find_optimized_layers
 replacement.find_optimized_layers = lambda kind, dtype: (
     [] if kind == "cuda" else find_layers(kind, dtype)
 )
-graphs.prepare = lambda *_, **constants: launch_lay_out
+graphs.CudaGraphs.lay_out = lay_out_later
 triton_attention.attend = attend
 triton_attention.store_kvcache = store_kvcache
 triton_attention.make_cache = attention.make_cache

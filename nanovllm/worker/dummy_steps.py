@@ -16,7 +16,7 @@ from nanovllm.batch.packing import copy_to
 from nanovllm.layers.sampler import Sampler, make_sampling_batch
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.helpers import cdiv
-from nanovllm.worker.state_slots import ZEROS
+from nanovllm.worker.state_slots import FIRST_LANE, ZEROS
 from nanovllm.worker.worker import Worker
 
 SAMPLING_KINDS = [
@@ -51,6 +51,8 @@ def make_dummy_batch(worker: Worker, query_lens: list[int]) -> Batch:
         batch,
         # Never written, so a repeated step reads the same state.
         read_slots=np.full_like(batch.read_slots, ZEROS),
+        # Not slot 0, which the padding of a CUDA graph writes.
+        write_slots=np.full_like(batch.write_slots, FIRST_LANE),
         # Both pools have a block 0.
         window_slots=batch.slot_mapping if has_windows else batch.window_slots,
         window_tables=batch.block_tables if has_windows else batch.window_tables,

@@ -82,7 +82,9 @@ def optimize(worker: Worker) -> None:
 
 def profile(worker: Worker) -> Tensor:
     """Run the largest step, in a KV cache of one block. Return its logits."""
-    allocate_caches(worker, CachePlan(num_blocks=1), is_profile=True)
+    # A lane, because the graphs of a model with states write to one.
+    plan = CachePlan(num_blocks=1, num_lanes=1)
+    allocate_caches(worker, plan, worker.config.max_num_seqs)
     return run_dummy_step(worker, find_largest_step(worker))
 
 
@@ -108,7 +110,10 @@ def fill_memory(worker: Worker) -> None:
         )
     worker.max_model_len = min(worker.max_model_len, plan.num_tokens)
     worker.max_num_batched_tokens = plan.max_num_batched_tokens
-    allocate_caches(worker, plan)
+    allocate_caches(worker, plan, plan.num_lanes)
+    if worker.graphs is not None:
+        prompts = [make_dummy_batch(worker, lens) for lens in ([2], [2, 1])]  # beside a decode
+        worker.graphs.check(prompts, worker.tp.minimum)
     backend = f"{worker.backend.NAME} attention"
     worker.report(f"{worker.device}, {worker.spec.dtype}, {backend}; {plan.description}")
 
@@ -156,11 +161,11 @@ def make_step(worker: Worker) -> Callable[[Batch], Tensor]:
     return lambda batch: model(fill_pending(batch, newest_tokens), kv_caches)
 
 
-def allocate_caches(worker: Worker, plan: CachePlan, is_profile: bool = False) -> None:
+def allocate_caches(worker: Worker, plan: CachePlan, max_num_seqs: int) -> None:
     """Replace the KV cache by one of this size.
 
-    Capture CUDA graphs of short steps, which read it, where there is a GPU for them. A profile run
-    captures only the largest one, for as many sequences as there can be.
+    Where there is a GPU, capture CUDA graphs of short steps, which read the cache, for up to
+    `max_num_seqs` sequences.
     """
     # Release the old ones before the new ones are allocated.
     worker.graphs = None
@@ -176,18 +181,13 @@ def allocate_caches(worker: Worker, plan: CachePlan, is_profile: bool = False) -
             worker.device, plan.num_blocks, plan.num_window_blocks, num_state_slots
         )
     worker.plan = plan
-    if worker.kernels is None or worker.config.enforce_eager:
-        return
-    num_seqs = worker.config.max_num_seqs if is_profile else plan.num_lanes
-    decodes = [1] * min(num_seqs, worker.max_num_batched_tokens)
-    kinds = [decodes, [2], [2, 1]]  # also a prompt, and a prompt beside a decode
-    worker.graphs = worker.kernels.make_cuda_graphs(
-        make_step(worker),
-        worker.model,
-        worker.backend,
-        [make_dummy_batch(worker, kind) for kind in kinds],
-        worker.device,
-        worker.max_num_batched_tokens,
-        worker.tp.minimum,
-        only_largest=is_profile,
-    )
+    if worker.kernels is not None and not worker.config.enforce_eager:
+        worker.graphs = worker.kernels.make_cuda_graphs(
+            make_step(worker),
+            worker.model,
+            worker.backend,
+            make_dummy_batch(worker, [1] * min(max_num_seqs, worker.max_num_batched_tokens)),
+            worker.device,
+            worker.max_num_batched_tokens,
+            worker.tp.minimum,
+        )

@@ -13,10 +13,12 @@ from nanovllm.worker.dummy_steps import make_dummy_batch
 def repeat_steps(monkeypatch):
     """Let a replay compute the captured step again on the static batch. It needs no GPU."""
     monkeypatch.setattr(graphs, "capture", lambda step, *_: SimpleNamespace(replay=step))
-    monkeypatch.setattr(graphs, "prepare", lambda *_, **constants: lay_out)
+    monkeypatch.setattr(
+        graphs.CudaGraphs, "lay_out", lambda each: lay_out(each.packed, each.buffer, each.rows)
+    )
 
 
-def lay_out(grid, packed, buffer, arrays):
+def lay_out(packed, buffer, arrays):
     """Do what lay_out_kernel does. The interpreter takes longer."""
     num_seqs = packed[packing.HEAD.index("num_seqs")]
     first = len(packing.HEAD)
@@ -43,10 +45,12 @@ def make_graphs(worker, max_num_tokens):
     )
     step = startup.make_step(worker)
     with torch.inference_mode():
-        return graphs.CudaGraphs(step, worker.model, batch, worker.device, max_num_tokens)
+        captured = graphs.CudaGraphs(step, worker.model, batch, worker.device, max_num_tokens)
+        captured.capture(minimum=list)
+    return captured
 
 
-def capture_on_the_cpu(monkeypatch, decoder, backend, batches, **options):
+def capture_on_the_cpu(monkeypatch, decoder, backend, decodes, **options):
     """Call make_cuda_graphs as for a GPU."""
     repeat_steps(monkeypatch)
     with monkeypatch.context() as patch:
@@ -56,7 +60,7 @@ def capture_on_the_cpu(monkeypatch, decoder, backend, batches, **options):
         )
         device = torch.device("cuda")
         options = {"max_num_tokens": 2048, "minimum": list, **options}
-        return graphs.make_cuda_graphs(decoder, decoder, backend, batches, device, **options)
+        return graphs.make_cuda_graphs(decoder, decoder, backend, decodes, device, **options)
 
 
 def replay_on_the_cpu(monkeypatch, max_num_tokens=64):

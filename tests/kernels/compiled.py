@@ -37,7 +37,6 @@ from conftest import make_batch, make_checkpoint, make_sampling_batch
 from kernel_helpers import make_delta_rule, make_delta_step, make_spec
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
-from triton.runtime.jit import JITFunction
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.batch.packing import pack, unpack
@@ -66,17 +65,8 @@ MODELS = {  # dtype, head_dim and group_size, by compute capability
 }
 
 
-def make_driver(arch, launched):
-    """Make the driver of a GPU. `launched` receives the name and arguments of each kernel."""
-
-    def make_launcher(source, metadata):
-        def launch(*arguments):
-            # The kernel's own arguments follow the grid, the stream and hooks.
-            own = [getattr(argument, "shape", argument) for argument in arguments[9:]]
-            launched.append([source.fn.__name__, *map(str, own)])
-
-        return launch
-
+def make_driver(arch):
+    """Make the driver of a GPU. Its launches do nothing."""
     utils = SimpleNamespace(
         # A module, a function, registers, spills and the largest number of threads.
         load_binary=lambda *_: (1, 1, 0, 0, 1024),
@@ -88,7 +78,7 @@ def make_driver(arch, launched):
         get_current_target=lambda: GPUTarget("cuda", arch, 32),
         get_current_device=lambda: 0,
         get_current_stream=lambda device: 0,
-        launcher_cls=make_launcher,
+        launcher_cls=lambda *_: lambda *arguments: None,
         utils=utils,
     )
 
@@ -188,37 +178,23 @@ def inspect(kernel):
     }
 
 
-def compile_models(arch, launched):
-    """Print the kernels of each model, and the launches of two equal steps of the first one.
-
-    `dispatched` names the launches that went through Triton's dispatch.
-    """
+def compile_models(arch):
+    """Print the kernels of each model."""
     compiled = []
-    dispatched = []
     compile = triton.compiler.compile
-    run = JITFunction.run
 
     def record_kernel(*args, **options):
         compiled.append(compile(*args, **options))
         return compiled[-1]
 
-    def record_dispatch(kernel, *args, **options):
-        dispatched.append(kernel.__name__)
-        return run(kernel, *args, **options)
-
     triton.compiler.compile = record_kernel
-    JITFunction.run = record_dispatch
-    models = MODELS[arch]
-    for dtype, head_dim, group_size in models[:1] + models:
-        launched.clear()
-        dispatched.clear()
+    for dtype, head_dim, group_size in MODELS[arch]:
         launch_model(dtype, head_dim, group_size)
         for scheme in (None, INT4, INT8):
             launch_linear(dtype, scheme)
         if dtype != F32:
             launch_experts(dtype)
         launch_gated_delta(dtype)
-        print(json.dumps({"launched": launched, "dispatched": dispatched}))
         while compiled:
             setting = {"arch": arch, "dtype": str(dtype), "head_dim": head_dim}
             print(json.dumps({**setting, **inspect(compiled.pop())}), flush=True)
@@ -259,12 +235,12 @@ def serve(num_heads, num_kv_heads, vocab_size, enforce_eager):
     runner = llm.model_runner
     rank = runner.executor.worker
     if not enforce_eager:
-        # Longer steps have none. Most kinds are captured when they are first needed.
-        most_tokens = 64
+        most_tokens = 64  # longer steps have no graph
         batch = make_dummy_batch(rank, [1] * 40)
         step = make_step(rank)
         with torch.inference_mode():
             rank.graphs = graphs.CudaGraphs(step, rank.model, batch, rank.device, most_tokens)
+            rank.graphs.capture(minimum=list)
     for query_lens in ([2, *[1] * 32], [1]):  # as at the start of an engine on a GPU
         logits = run_dummy_step(rank, query_lens)
         # As of three ranks, whose padding is cut off. Later logits are contiguous.
@@ -278,18 +254,16 @@ def serve(num_heads, num_kv_heads, vocab_size, enforce_eager):
 
 
 def run(arch, is_serving):
-    launched = []
-    driver.set_active(make_driver(arch, launched))
+    driver.set_active(make_driver(arch))
     replacement.find_optimized_layers = lambda device_type, dtype: layers.OPTIMIZED_LAYERS
     # The tensors of a batch are parts of one, as on a GPU.
     worker.copy_to = lambda batch, device: unpack(pack(batch))
-    for module in (attention, linear):
-        module.describe_gpu = lambda device: (arch // 10, 132)
+    attention.describe_gpu = linear.describe_gpu = lambda device: (arch // 10, 132)
     if is_serving:
         serve(16, 8, 2000, enforce_eager=False)
         serve(14, 2, 1009, enforce_eager=True)
     else:
-        compile_models(arch, launched)
+        compile_models(arch)
 
 
 if __name__ == "__main__":

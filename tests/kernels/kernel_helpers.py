@@ -245,3 +245,14 @@ def compare_delta_rules(lengths, shape, dtype):
     limit = DELTA_TOLERANCE[dtype]
     torch.testing.assert_close(output, expected, atol=limit, rtol=limit)
     torch.testing.assert_close(states, expected_states, atol=1e-5, rtol=1e-5)
+
+
+class LaunchRecorder:
+    """Stands for a kernel. `launch` receives the kernel, the grid and the arguments."""
+
+    def __init__(self, kernel, launch):
+        self.kernel = kernel
+        self.launch = launch
+
+    def __getitem__(self, grid):
+        return functools.partial(self.launch, self.kernel, grid)

@@ -57,16 +57,6 @@ def test_kernels_fit_other_gpus(arch):
     check(arch, run(arch))
 
 
-def test_a_known_kernel_is_launched_without_tritons_dispatch(events):
-    """The second step has the same launches. Only the sampler, once a step, uses the dispatch."""
-    first, second, *_ = [event for event in events if "launched" in event]
-    assert len(first["launched"]) > 12
-    assert first["launched"] == second["launched"]
-    kernels = {"attend_kernel", "combine_splits_kernel", "rotate_and_store_kernel"}
-    assert set(first["dispatched"]) >= kernels
-    assert set(second["dispatched"]) == {"sample_kernel", "filter_kernel"}
-
-
 def test_nothing_is_compiled_while_serving():
     """With CUDA graphs and without. The warm-up runs at start use every variant of a kernel."""
     compiled = run(90, "--serving")

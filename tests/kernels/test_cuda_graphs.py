@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from time import sleep
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -28,7 +27,6 @@ from torch import nn
 from nanovllm.batch.packing import ARRAYS
 from nanovllm.kernels.cuda import graphs
 from nanovllm.kernels.cuda.graphs import CudaGraphs
-from nanovllm.kernels.cuda.launch import prepare
 from nanovllm.layers import attention
 from nanovllm.worker.startup import make_step
 
@@ -49,7 +47,9 @@ class Recorder(nn.Module):
 
 
 def make_decoder_graphs(decoder, batch, max_num_tokens=0):
-    return CudaGraphs(decoder, decoder, batch, torch.device("cpu"), max_num_tokens)
+    captured = CudaGraphs(decoder, decoder, batch, torch.device("cpu"), max_num_tokens)
+    captured.capture(minimum=list)
+    return captured
 
 
 def make_decodes(num_seqs):
@@ -61,91 +61,140 @@ def test_little_of_a_graph_is_padding(max_num_seqs, monkeypatch):
     repeat_steps(monkeypatch)
     captured = make_decoder_graphs(Recorder(), make_decodes(max_num_seqs), 2048)
     for num_seqs in range(1, max_num_seqs + 1):
-        size, num_decodes, num_long_queries = captured.find_decode(num_seqs)
+        size, num_decodes, num_long_queries = captured.find_kind(make_decodes(num_seqs))
         assert size == num_decodes <= max_num_seqs
         assert num_long_queries == 0
-        assert 0 <= size - num_seqs < max(8, num_seqs / 8)
+        assert 0 <= size - num_seqs < max(8, num_seqs / 4)
         batch = SimpleNamespace(input_ids=range(2 * num_seqs), context_lens=range(num_seqs))
         for num_long in (1, num_seqs // 3 + 1, num_seqs):
             batch.long_queries = range(num_long)
             num_tokens, num_decodes, num_long_queries = captured.find_kind(batch)
-            assert 0 <= num_tokens - 2 * num_seqs < max(8, 2 * num_seqs / 4)
-            decodes = num_seqs - num_long
-            assert decodes <= num_decodes <= min(4 * decodes, max_num_seqs)
-            assert num_long <= num_long_queries <= min(4 * num_long, max_num_seqs)
+            assert 0 <= num_tokens - 2 * num_seqs < max(16, 2 * num_seqs / 2)
+            rows = max(num_long, num_seqs - num_long)
+            assert num_decodes == num_long_queries == min(max_num_seqs, 16 if rows <= 16 else 300)
 
 
 class Backend:
     GRAPHS_HAVE_DECODES_ONLY = False
 
 
-@pytest.mark.parametrize("only_largest", [False, True])
 @pytest.mark.parametrize("decodes_only", [False, True])
-def test_some_graphs_are_captured_at_the_start(monkeypatch, only_largest, decodes_only):
-    """All sizes of decodes, the largest step, and those of the self-test."""
+def test_all_graphs_are_captured_at_the_start(monkeypatch, decodes_only):
     monkeypatch.setattr(Backend, "GRAPHS_HAVE_DECODES_ONLY", decodes_only)
-    monkeypatch.setattr(graphs, "_TOKENS_TIMES_WEIGHT", 30 * 40)
-    decoder = Recorder()
-    tables = torch.zeros(2, 9, dtype=torch.int32)
-    batches = [
-        make_decodes(40),
-        make_batch([2], [2], tables[:1]),
-        make_batch([2, 1], [2, 1], tables),
-    ]
-    captured = capture_on_the_cpu(monkeypatch, decoder, Backend, batches, only_largest=only_largest)
-    kinds = {(40, 40, 0)} if decodes_only else {(40, 40, 40)}
-    if not only_largest:
-        kinds |= {(size, size, 0) for size in (1, 2, 4, 8, 16, 24, 32, 40)}
-        if not decodes_only:
-            kinds |= {(2, 0, 1), (4, 1, 1)}
+    monkeypatch.setattr(graphs, "_TOKENS_TIMES_WEIGHT", 30 * 50)
+    captured = capture_on_the_cpu(monkeypatch, Recorder(), Backend, make_decodes(40))
+    kinds = {(size, size, 0) for size in (1, 2, 4, 8, 16, 24, 32, 40)}
+    if not decodes_only:
+        kinds |= {(size, 16, 16) for size in (16, 24, 32, 48, 50)}
+        kinds |= {(size, 40, 40) for size in (24, 32, 48, 50)}
     assert captured.graphs.keys() == kinds
-    reserved = 0 if captured.reserved is None else captured.reserved.nbytes
-    assert reserved == (160 << 21 if only_largest else 0)
+    # The largest one comes first, so that the others find room in its memory.
+    assert list(captured.graphs) == sorted(kinds, reverse=True)
+
+
+def test_a_server_needs_no_capture(monkeypatch):
+    """A trace of 20 requests a second: 256 to 1,024 tokens of a prompt, 64 to 256 of the reply.
+
+    A step takes 3 ms, and 1 ms more for each 100 tokens.
+    """
+    captured = capture_on_the_cpu(monkeypatch, Recorder(), Backend, make_decodes(256))
+    assert len(captured.graphs) < 60
+    rng = random.Random(0)
+    now = next_arrival = 0.0
+    running = []
+    used = set()
+    while now < 10:
+        prompts = []
+        while next_arrival <= now:
+            prompts.append(rng.randint(256, 1024))
+            running.append(rng.randint(64, 256))
+            next_arrival += rng.expovariate(20)
+        num_decodes = len(running) - len(prompts)
+        num_tokens = sum(prompts) + num_decodes
+        if 0 < num_tokens <= 2048:
+            batch = SimpleNamespace(
+                input_ids=range(num_tokens), context_lens=running, long_queries=prompts
+            )
+            kind = captured.find_kind(batch)
+            assert kind in captured.graphs
+            used.add(kind)
+        running = [number - 1 for number in running if number > 1]
+        now += 0.003 + num_tokens / 100_000
+    assert len(used) > 15
 
 
 def test_no_graph_is_larger_than_a_step_can_be(monkeypatch):
     captured = capture_on_the_cpu(
-        monkeypatch, Recorder(), Backend, [make_decodes(2)], max_num_tokens=24
+        monkeypatch, Recorder(), Backend, make_decodes(2), max_num_tokens=28
     )
-    assert captured.largest == (24, 2, 2)
+    assert captured.kinds[-1] == (28, 2, 2)
 
 
 @pytest.mark.parametrize("failing", [1, 2])
 def test_graphs_of_prompts_can_fail_alone(monkeypatch, failing):
     """As a kernel for prompts or for decodes can fail on some GPU."""
-    monkeypatch.setattr(graphs, "can_replay", lambda _, batch: len(batch.input_ids) != failing)
-    decoder = Recorder()
     prompt = make_batch([2], [2], torch.zeros(1, 9, dtype=torch.int32))
-    captured = capture_on_the_cpu(monkeypatch, decoder, Backend, [make_decodes(1), prompt])
+    captured = capture_on_the_cpu(monkeypatch, Recorder(), Backend, make_decodes(1))
+    monkeypatch.setattr(graphs, "can_replay", lambda _, batch: len(batch.input_ids) != failing)
+    captured.check([prompt], minimum=list)
     expected = None if failing == 1 else (1, 1, 0)
     assert captured.find_kind(make_decodes(1)) == expected
     assert captured.find_kind(prompt) is None
 
 
-@pytest.mark.parametrize("is_other_rank", [False, True])
-def test_ranks_replay_the_same_steps(monkeypatch, is_other_rank):
-    """If a rank cannot capture graphs, all ranks run eagerly."""
-    options = {}
-    if is_other_rank:
-        options["minimum"] = lambda numbers: [0] * len(numbers)
-    else:
-        monkeypatch.setattr(graphs, "succeeds", lambda *_: False)
-    captured = capture_on_the_cpu(monkeypatch, Recorder(), Backend, [make_decodes(1)], **options)
-    assert captured.find_kind(make_decodes(1)) is None
+def fail_for(monkeypatch, num_tokens):
+    """Let captures of steps with so many tokens fail."""
+    capture = graphs.capture
+
+    def fail_for_some(step, *args):
+        (kind,) = step.args
+        if kind.num_tokens == num_tokens:
+            raise RuntimeError("out of memory")
+        return capture(step, *args)
+
+    monkeypatch.setattr(graphs, "capture", fail_for_some)
 
 
 def test_a_capture_can_fail(monkeypatch, capsys):
-    """Its step is computed nevertheless, and others replay the graphs that there are."""
+    """Larger steps run eagerly, and smaller ones are replayed."""
+    graphs.report_once.cache_clear()
     repeat_steps(monkeypatch)
-    captured = make_decoder_graphs(Recorder(), make_decodes(4))
-    one = make_decodes(1)
+    fail_for(monkeypatch, 32)
+    captured = make_decoder_graphs(Recorder(), make_decodes(4), 64)
+    (message,) = capsys.readouterr().err.splitlines()
+    assert "steps of 32 tokens and more run eagerly" in message
+    assert "out of memory" in message
+    tables = torch.zeros(1, 9, dtype=torch.int32)
+    for num_tokens, expected in ((24, (24, 4, 4)), (25, None), (64, None)):
+        batch = make_batch([num_tokens], [num_tokens], tables)
+        assert captured.find_kind(batch) == expected
     three = replace(make_decodes(3), positions=torch.arange(3, dtype=torch.int32))
-    captured.run(one, captured.find_kind(one))
-    monkeypatch.setattr(graphs, "capture", Mock(side_effect=RuntimeError("out of memory")))
     assert captured.run(three, captured.find_kind(three)).tolist() == [0, 1, 2]
-    assert "a CUDA graph is replaced by eager steps" in capsys.readouterr().err
-    assert captured.find_kind(three) is None
-    assert captured.find_kind(one) is not None
+
+
+def test_ranks_replay_the_same_steps(monkeypatch):
+    """Also if only one of them can capture a graph, because padding is all-reduced."""
+    repeat_steps(monkeypatch)
+    numbers = []
+    ranks = []
+    for rank in range(2):
+        if rank == 1:
+            fail_for(monkeypatch, 32)
+        decoder = Recorder()
+        captured = CudaGraphs(decoder, decoder, make_decodes(4), torch.device("cpu"), 64)
+        captured.capture(lambda own: numbers.append(own) or own)
+        ranks.append((decoder, captured))
+    for decoder, captured in ranks:
+        captured.agree(lambda own: [min(both) for both in zip(*numbers)])
+        decoder.seen.clear()
+    reduced = [[], []]  # rows of each all-reduce
+    for num_tokens in (24, 30, 50, 3, 30, 50, 21):
+        batch = make_batch([num_tokens], [num_tokens], torch.zeros(1, 9, dtype=torch.int32))
+        for rows, (decoder, captured) in zip(reduced, ranks):
+            kind = captured.find_kind(batch)
+            captured.run(batch, kind) if kind is not None else decoder(batch)
+            rows.append(len(decoder.seen[-1].input_ids))
+    assert reduced == [[24, 30, 50, 16, 30, 50, 24]] * 2
 
 
 def make_random_batch(rng, max_num_seqs, has_windows):
@@ -169,9 +218,10 @@ def make_random_batch(rng, max_num_seqs, has_windows):
 @pytest.mark.parametrize("has_windows", [False, True])
 def test_padding_reads_and_writes_nothing(monkeypatch, has_windows, is_interpreted):
     """Whatever earlier steps have left in the static batch."""
+    lay_out = CudaGraphs.lay_out
     repeat_steps(monkeypatch)
     if is_interpreted:  # or the stand-in of these tests
-        monkeypatch.setattr(graphs, "prepare", prepare)
+        monkeypatch.setattr(CudaGraphs, "lay_out", lay_out)
         monkeypatch.setattr(graphs, "_PROGRAMS_PER_ARRAY", 2)
     rng = random.Random(0)
     decodes = make_decodes(6)
@@ -192,7 +242,6 @@ def test_padding_reads_and_writes_nothing(monkeypatch, has_windows, is_interpret
         num_seqs = len(batch.context_lens)
         num_long = len(batch.long_queries)
         assert (seen.max_seqlen_q > 1) == (num_long > 0)
-        assert (len(seen.long_queries) < len(seen.context_lens)) == (num_long < num_seqs)
         for name, padding in paddings.items():
             numbers = getattr(seen, name).tolist()
             own = getattr(batch, name).tolist()
@@ -218,6 +267,7 @@ def test_pending_ids_are_filled_in_on_the_static_buffer(monkeypatch, query_lens)
     decoder = Recorder()
     step = make_step(SimpleNamespace(model=decoder, kv_caches=[], newest_tokens=newest_tokens))
     captured = CudaGraphs(step, decoder, make_decodes(4), torch.device("cpu"), 8)
+    captured.capture(minimum=list)
     tables = torch.zeros(len(query_lens), 1, dtype=torch.int32)
     batch = make_batch(query_lens, query_lens, tables)
     batch = replace(batch, input_ids=torch.tensor([-3, 2, -1], dtype=torch.int32))
@@ -228,20 +278,16 @@ def test_pending_ids_are_filled_in_on_the_static_buffer(monkeypatch, query_lens)
 
 
 def test_some_steps_are_not_replays(monkeypatch):
-    """Long ones, those of new kinds if there are many, and those with hooks."""
+    """Long ones, those with many sequences, and those with hooks."""
     repeat_steps(monkeypatch)
-    tables = torch.zeros(5, 9, dtype=torch.int32)
-    prompts = {length: make_batch([length], [length], tables[:1]) for length in (2, 30, 32, 33)}
+    tables = torch.zeros(6, 9, dtype=torch.int32)
+    prompts = {length: make_batch([length], [length], tables[:1]) for length in (2, 30, 33)}
     decoder = Recorder()
-    captured = make_decoder_graphs(decoder, make_decodes(4), 30)
-    assert captured.find_kind(prompts[32]) == (32, 0, 1)  # rounded up
+    captured = make_decoder_graphs(decoder, make_decodes(4), 32)
+    assert captured.find_kind(prompts[30]) == (32, 4, 4)  # rounded up
     assert captured.find_kind(make_decodes(3)) == (4, 4, 0)
-    for batch in (prompts[33], make_decodes(5), make_batch([1, 1, 1, 1, 2], [5] * 5, tables)):
+    for batch in (prompts[33], make_decodes(5), make_batch([1] * 5 + [2], [5] * 6, tables)):
         assert captured.find_kind(batch) is None
-    captured.run(prompts[2], captured.find_kind(prompts[2]))
-    monkeypatch.setattr(graphs, "_MAX_GRAPHS", 1)
-    assert captured.find_kind(prompts[2]) in captured.graphs
-    assert captured.find_kind(prompts[30]) is None
     hook = decoder.register_forward_hook(lambda *args: None)
     assert captured.find_kind(prompts[2]) is None
     hook.remove()
@@ -289,7 +335,8 @@ def make_replaying(make_llm, monkeypatch):
         def record(batch, kind):
             hidden = replay(batch, kind)
             assert len(hidden) == len(batch.logits_indices)
-            steps.append((kind.num_decodes > 0, kind.num_long_queries > 0, len(hidden)))
+            num_long = len(batch.long_queries)
+            steps.append((num_long < len(batch.context_lens), num_long > 0, len(hidden)))
             return hidden
 
         monkeypatch.setattr(worker.graphs, "run", record)
@@ -365,4 +412,4 @@ def test_a_graph_that_repeats_a_branch_is_not_replayed(monkeypatch):
 
 def test_torch_attention_is_not_captured(monkeypatch):
     """It reads lengths on the host."""
-    assert capture_on_the_cpu(monkeypatch, Recorder(), attention, [make_decodes(1)]) is None
+    assert capture_on_the_cpu(monkeypatch, Recorder(), attention, make_decodes(1)) is None

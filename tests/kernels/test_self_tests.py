@@ -301,7 +301,6 @@ def test_wrong_graphs_are_not_used(hybrid, monkeypatch, capfd, query_lens, fault
     llm = LLM(hybrid, device="cpu", enable_kernels=False, num_kvcache_blocks=64)
     worker = llm.executor.worker
     repeat_steps(monkeypatch)
-    captured = make_graphs(worker, 16)
     unwritten = [cache for cache in worker.kv_caches if cache.dim() == 2 and fault == "states"]
 
     def capture(step, *_):
@@ -318,8 +317,8 @@ def test_wrong_graphs_are_not_used(hybrid, monkeypatch, capfd, query_lens, fault
         return SimpleNamespace(replay=replay)
 
     monkeypatch.setattr(graphs, "capture", capture)
+    captured = make_graphs(worker, 16)
     with torch.inference_mode():
         batch = make_dummy_batch(worker, query_lens)
         assert graphs.can_replay(captured, batch) == (not fault)
-    assert captured.graphs.keys() == {captured.find_kind(batch)}
     assert ("replaced by eager steps" in capfd.readouterr().err) == bool(fault)

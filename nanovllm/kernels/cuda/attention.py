@@ -8,6 +8,7 @@ the same kernel, launched once for each kind. A program computes one KV head and
     prefill   a tile of query tokens of one sequence and all of the context they attend to
 """
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -21,7 +22,6 @@ from nanovllm.kernels.cuda.attention_kernels import (
     combine_splits_kernel,
     store_kvcache_kernel,
 )
-from nanovllm.kernels.cuda.launch import describe_gpu, prepare
 from nanovllm.layers.attention import MAX_DRAFT_LEN as MAX_DRAFT_LEN
 from nanovllm.layers.attention import AttentionShape
 from nanovllm.layers.attention import make_cache as make_cache
@@ -43,16 +43,19 @@ class _Tile(NamedTuple):
     num_stages: int
 
 
-# Decodes of head_dim 128 were tuned on an H200. Microseconds of a layer of Qwen3-0.6B in bfloat16:
+# Decodes of head_dim 128, on an H200. Microseconds of a layer of Qwen3-0.6B in bfloat16:
 #
-#     sequences x tokens         1 x 1,000   8 x 1,000   32 x 1,000   32 x 4,000   256 x 1,000
-#     _Tile(16, 64, 4, 3)             11.3        16.7         45.0          142           243
-#     _Tile(16, 128, 4, 3)             7.8
-#     _Tile(16, 16, 1, 2)                                      38.5          124
-#     _Tile(16, 32, 1, 2)                         15.0         38.9          125           239
+#     sequences x tokens      1 x 1,000   8 x 1,000   32 x 1,000   32 x 4,000   256 x 1,000
+#     _Tile(16, 64, 4, 3)          11.3        16.7         45.0          142           243
+#     _Tile(16, 128, 4, 3)          7.8
+#     _Tile(16, 16, 1, 2)                                   38.5          124
+#     _Tile(16, 32, 1, 2)                      15.0         38.9          125           239
 #
-# The last one spills registers. All other numbers from here to `reason_unavailable` were chosen
-# without a GPU, so that the compiler spills none (tests/kernels/compiled.py).
+# The last one spills registers. Small tiles keep few bytes in flight, so that a long context beside
+# many short ones takes 2.7 times as long as with (16, 64, 4, 3), by a model of these figures.
+# (16, 64, 2, 2) has the same bytes in flight in half of the warps. It and all other numbers from
+# here to `reason_unavailable` were chosen without a GPU, so that the compiler spills none
+# (tests/kernels/compiled.py).
 _MAX_SPLITS = 64
 _MIN_TOKENS_PER_SPLIT = 128
 # Contexts of decodes are split until there are this many programs per multiprocessor.
@@ -65,7 +68,7 @@ _FLOAT32_TILE = _Tile(16, 16, 4, 2)  # GEMM without matrix instructions
 # (wgmma, tcgen05) multiply with K/V from shared memory, others from registers. With fewer than 5
 # stages the next tile is not fetched ahead, because it waits for its entries of the block table.
 _TILES = {
-    "decode": {64: _Tile(16, 64, 4, 3), 128: _Tile(16, 16, 1, 2), 256: _Tile(16, 16, 4, 3)},
+    "decode": {64: _Tile(16, 64, 4, 3), 128: _Tile(16, 64, 2, 2), 256: _Tile(16, 16, 4, 3)},
     "few decodes": {128: _Tile(16, 128, 4, 3)},  # exactly 128, because 80 would spill
     "prefill": {64: _Tile(128, 64, 8, 5), 128: _Tile(128, 32, 8, 5), 256: _Tile(64, 16, 8, 5)},
     "prefill, Hopper": {
@@ -96,10 +99,17 @@ def store_kvcache(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Te
     num_tokens, num_kv_heads, head_dim = key.shape
     row_size = num_kv_heads * head_dim
     assert key.stride()[1:] == value.stride()[1:] == (head_dim, 1) and kv_cache.is_contiguous()
-    sizes = (key.stride(0), value.stride(0), row_size)
-    block = triton.next_power_of_2(row_size)
-    launch = prepare(store_kvcache_kernel, (key, value), *sizes, BLOCK=block)
-    launch((num_tokens, 1, 1), key, value, *kv_cache, slot_mapping, *sizes)
+    store_kvcache_kernel[(num_tokens,)](
+        key,
+        value,
+        *kv_cache,
+        slot_mapping,
+        key.stride(0),
+        value.stride(0),
+        row_size,
+        BLOCK=triton.next_power_of_2(row_size),
+        enable_fp_fusion=True,
+    )
 
 
 def attend(
@@ -164,25 +174,7 @@ def _attend(
     sizes = (num_seqs if num_splits > 1 else 0, num_heads, num_splits)
     split_outputs = query.new_empty(*sizes, head_dim, dtype=torch.float32)
     log_sums = split_outputs.new_empty(sizes)
-    launch = prepare(
-        attend_kernel,
-        (query, sinks),
-        IS_DECODE=is_decode,
-        NUM_KV_HEADS=num_kv_heads,
-        GROUP=group_size,
-        TOKENS=tokens,
-        M=max(16, triton.next_power_of_2(tokens * group_size)),
-        N=tile.tokens,
-        D=dim,
-        HEAD_DIM=head_dim,
-        BLOCK_SIZE=block_size,
-        WINDOW=shape.window,
-        SOFTCAP=None if shape.softcap is None else shape.softcap * _LOG2_E,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
-    launch(
-        grid,
+    attend_kernel[grid](
         query,
         *kv_cache,
         output,
@@ -197,18 +189,46 @@ def _attend(
         batch.block_tables.stride(0),
         num_prefills,
         num_splits,
+        IS_DECODE=is_decode,
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=group_size,
+        TOKENS=tokens,
+        M=max(16, triton.next_power_of_2(tokens * group_size)),
+        N=tile.tokens,
+        D=dim,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        WINDOW=shape.window,
+        SOFTCAP=None if shape.softcap is None else shape.softcap * _LOG2_E,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        enable_fp_fusion=True,
     )
     if num_splits > 1:
-        launch = prepare(
-            combine_splits_kernel,
-            (output,),
+        combine_splits_kernel[(num_seqs, num_heads)](
+            split_outputs,
+            log_sums,
+            batch.cu_seqlens_q,
+            output,
+            num_splits,
             NUM_HEADS=num_heads,
             D=dim,
             HEAD_DIM=head_dim,
             MAX_SPLITS=_MAX_SPLITS,
+            enable_fp_fusion=True,
         )
-        grid = (num_seqs, num_heads, 1)
-        launch(grid, split_outputs, log_sums, batch.cu_seqlens_q, output, num_splits)
+
+
+@cache
+def describe_gpu(device: torch.device) -> tuple[int, int]:
+    """Return the major compute capability and the number of multiprocessors.
+
+    In the interpreter they are those of an H100.
+    """
+    if device.type == "cpu":
+        return 9, 132
+    properties = torch.cuda.get_device_properties(device)
+    return properties.major, properties.multi_processor_count
 
 
 def _choose_tile(kind: str, dim: int, dtype: torch.dtype, major: int) -> _Tile:

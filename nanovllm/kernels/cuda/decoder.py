@@ -16,7 +16,6 @@ from nanovllm.kernels.cuda.decoder_kernels import (
     rotate_and_store_kernel,
     silu_and_mul_kernel,
 )
-from nanovllm.kernels.cuda.launch import prepare
 from nanovllm.kernels.optimized_layer import OptimizedLayer, has_parts
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.models.decoder import MLP, Attention, CosSin, CosSins, DecoderLayer, DecoderLayers
@@ -76,9 +75,18 @@ def add_rms_norm(
     normed = torch.empty_like(x)
     block = triton.next_power_of_2(size)
     num_warps = min(max(4, block // 512), 16)
-    inputs = (x, branch)
-    launch = prepare(add_rms_norm_kernel, inputs, size, BLOCK=block, num_warps=num_warps)
-    launch((x.numel() // size, 1, 1), x, branch, weight, total, normed, size, eps)
+    add_rms_norm_kernel[(x.numel() // size,)](
+        x,
+        branch,
+        weight,
+        total,
+        normed,
+        size,
+        eps,
+        BLOCK=block,
+        num_warps=num_warps,
+        enable_fp_fusion=True,
+    )
     return total, normed
 
 
@@ -136,20 +144,7 @@ def rotate_and_store(
     heads = min(triton.next_power_of_2(num_all_heads), max_heads)  # heads per program
     q_weight = q_norm.weight if q_norm is not None else None
     k_weight = k_norm.weight if k_norm is not None else None
-    launch = prepare(
-        rotate_and_store_kernel,
-        (qkv, q_weight),
-        values_offset,
-        NUM_HEADS=num_heads,
-        NUM_KV_HEADS=num_kv_heads,
-        HALF=head_dim // 2,
-        ROTATED=cos_sin[0].shape[-1],
-        HEADS=heads,
-        BLOCK=block,
-        num_warps=8,  # with 4, heads would spill, or go through shared memory
-    )
-    launch(
-        (num_tokens, triton.cdiv(num_all_heads, heads), 1),
+    rotate_and_store_kernel[(num_tokens, triton.cdiv(num_all_heads, heads))](
         qkv,
         q_weight,
         k_weight,
@@ -160,6 +155,14 @@ def rotate_and_store(
         kv_cache,
         slots,
         values_offset,
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HALF=head_dim // 2,
+        ROTATED=cos_sin[0].shape[-1],
+        HEADS=heads,
+        BLOCK=block,
+        num_warps=8,  # with 4, heads would spill, or go through shared memory
+        enable_fp_fusion=True,
     )
     return query
 
@@ -175,6 +178,6 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     *rows, num_columns = gate_up.shape
     size = num_columns // 2
     output = gate_up.new_empty(*rows, size)
-    launch = prepare(silu_and_mul_kernel, (gate_up,), size, BLOCK=_SWIGLU_BLOCK)
-    launch((math.prod(rows), triton.cdiv(size, _SWIGLU_BLOCK), 1), gate_up, output, size)
+    grid = (math.prod(rows), triton.cdiv(size, _SWIGLU_BLOCK))
+    silu_and_mul_kernel[grid](gate_up, output, size, BLOCK=_SWIGLU_BLOCK, enable_fp_fusion=True)
     return output

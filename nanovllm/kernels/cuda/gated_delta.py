@@ -9,7 +9,6 @@ from torch import Tensor
 
 from nanovllm.batch.batch import Batch
 from nanovllm.kernels.cuda.gated_delta_kernels import advance_states_kernel, prepare_chunks_kernel
-from nanovllm.kernels.cuda.launch import prepare
 from nanovllm.kernels.optimized_layer import OptimizedLayer
 from nanovllm.layers.gated_delta import DeltaInputs, GatedDeltaRule
 
@@ -34,9 +33,6 @@ class FastGatedDeltaRule(OptimizedLayer, GatedDeltaRule):
         prepared = states.new_empty(num_tokens, num_heads, row)
         output = gate.new_empty(gate.shape)
         windows = states[:, self.matrices_size :]
-        strides = [each.stride(0) for each in inputs]
-        qkv_stride, gate_stride, beta_stride, decay_stride = strides
-        read = (*inputs, states, windows)
         constants = {
             "NUM_HEADS": num_heads,
             "GROUP": num_heads // self.num_key_heads,
@@ -50,16 +46,15 @@ class FastGatedDeltaRule(OptimizedLayer, GatedDeltaRule):
             "ROW": row,
             "CHUNK": chunk,
             "num_warps": 8,
+            "enable_fp_fusion": True,
         }
-        launch = prepare(prepare_chunks_kernel, read, *strides, **constants)
-        launch(
-            ((num_tokens // chunk + num_seqs) * num_heads, 1, 1),
+        prepare_chunks_kernel[((num_tokens // chunk + num_seqs) * num_heads,)](
             qkv,
             beta,
             decay,
-            qkv_stride,
-            beta_stride,
-            decay_stride,
+            qkv.stride(0),
+            beta.stride(0),
+            decay.stride(0),
             self.conv_weight,
             self.A_log,
             self.dt_bias,
@@ -68,20 +63,17 @@ class FastGatedDeltaRule(OptimizedLayer, GatedDeltaRule):
             batch.cu_seqlens_q,
             prepared,
             num_seqs,
+            **constants,
         )
         has_decodes = len(batch.long_queries) < num_seqs
         # Decodes, and then all other sequences.
         for length in sorted({1, chunk} if has_decodes else {chunk}):
-            launch = prepare(
-                advance_states_kernel, read, *strides, C=length, **constants, num_stages=2
-            )
-            launch(
-                (num_heads, num_seqs, 1),
+            advance_states_kernel[(num_heads, num_seqs)](
                 prepared,
                 qkv,
                 gate,
-                qkv_stride,
-                gate_stride,
+                qkv.stride(0),
+                gate.stride(0),
                 self.norm_weight,
                 self.norm_eps,
                 states,
@@ -90,5 +82,8 @@ class FastGatedDeltaRule(OptimizedLayer, GatedDeltaRule):
                 batch.write_slots,
                 batch.cu_seqlens_q,
                 output,
+                C=length,
+                num_stages=2,
+                **constants,
             )
         return output

@@ -23,7 +23,7 @@ import torch
 import triton
 from torch import Tensor
 
-from nanovllm.kernels.cuda.launch import describe_gpu, prepare
+from nanovllm.kernels.cuda.attention import describe_gpu
 from nanovllm.kernels.cuda.linear_kernels import multiply_kernel
 from nanovllm.kernels.optimized_layer import OptimizedLayer
 from nanovllm.layers.embedding import Embedding
@@ -98,19 +98,6 @@ class FastLinear(OptimizedLayer):
             parts = (weight.codes, weight.scales, weight.zeros)
         is_split = tile.programs > 0
         step = _K if is_split else triton.next_power_of_2(in_features)
-        launch = prepare(
-            multiply_kernel,
-            (x, bias),
-            out_features,
-            IN_FEATURES=in_features,
-            BITS=weight.scheme.bits if is_quantized else None,
-            GROUP=weight.scheme.group_size if is_quantized else None,
-            N=tile.outputs,
-            M=tile.rows,
-            K=step,
-            num_warps=tile.num_warps,
-            num_stages=_NUM_STAGES if is_split else 1,
-        )
         tiles = (cdiv(out_features, tile.outputs), cdiv(num_rows, tile.rows))
         # Splits of the inputs fill the GPU. A step is K inputs.
         _, num_processors = describe_gpu(x.device)
@@ -121,8 +108,7 @@ class FastLinear(OptimizedLayer):
         num_splits = cdiv(num_steps, steps_per_split)
         output = x.new_empty(*x.shape[:-1], out_features)
         sums = x.new_empty(num_splits if num_splits > 1 else 0, *output.shape, dtype=torch.float32)
-        launch(
-            (*tiles, num_splits),
+        multiply_kernel[(*tiles, num_splits)](
             x,
             *parts,
             bias,
@@ -131,6 +117,15 @@ class FastLinear(OptimizedLayer):
             num_rows,
             out_features,
             steps_per_split,
+            IN_FEATURES=in_features,
+            BITS=weight.scheme.bits if is_quantized else None,
+            GROUP=weight.scheme.group_size if is_quantized else None,
+            N=tile.outputs,
+            M=tile.rows,
+            K=step,
+            num_warps=tile.num_warps,
+            num_stages=_NUM_STAGES if is_split else 1,
+            enable_fp_fusion=True,
         )
         return output if num_splits == 1 else sums.sum(0).to(x.dtype)
 

@@ -19,7 +19,6 @@ import triton
 from torch import Tensor
 
 from nanovllm.kernels.cuda.decoder import silu_and_mul
-from nanovllm.kernels.cuda.launch import prepare
 from nanovllm.kernels.cuda.moe_kernels import multiply_experts_kernel
 from nanovllm.kernels.optimized_layer import OptimizedLayer
 from nanovllm.models.moe import Experts
@@ -59,17 +58,21 @@ def _multiply(
     num_pairs = len(pairs)
     num_experts, out_features, in_features = weight.shape
     output = x.new_empty(num_pairs, out_features)
-    launch = prepare(
-        multiply_experts_kernel,
-        (x, scales),
+    max_tiles = min(num_pairs, num_pairs // tile + num_experts)
+    multiply_experts_kernel[(cdiv(out_features, _OUTPUTS), max_tiles)](
+        x,
+        weight,
+        scales,
+        pairs,
+        starts,
+        output,
+        num_pairs // len(x),
         OUT_FEATURES=out_features,
         IN_FEATURES=in_features,
         EXPERTS=len(starts) - 1,
         N=_OUTPUTS,
         M=tile,
         K=64,
+        enable_fp_fusion=True,
     )
-    max_tiles = min(num_pairs, num_pairs // tile + num_experts)
-    grid = (cdiv(out_features, _OUTPUTS), max_tiles, 1)
-    launch(grid, x, weight, scales, pairs, starts, output, num_pairs // len(x))
     return output
