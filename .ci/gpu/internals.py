@@ -94,7 +94,7 @@ def time_attention(
     if programs is not None:
         changes["_PROGRAMS_PER_PROCESSOR"] = programs
     if min_tokens is not None:
-        changes["_MIN_TOKENS_PER_SPLIT"] = min_tokens
+        changes["_LEAST_TOKENS"] = min_tokens
     with patch.multiple(attention, **changes) if changes else nullcontext():
         attend, error = check_attention(shape, dtype)
         return time_call(attend, DEVICE), error
@@ -144,8 +144,8 @@ class Products:
 
     def _choose(self, tile: tuple[int, int] | None):
         """A tile is (outputs, warps). Without one, the kernel for few rows is not used."""
-        table = {} if tile is None else {self.shape: linear._Tile(4, *tile, 0)}
-        return patch.object(linear, "_FEW_ROWS", table)
+        chosen = None if tile is None else linear._Tile(4, *tile, 0)
+        return patch.object(linear, "choose_tile_of_few_rows", lambda *_: chosen)
 
     def list_calls(self, tile: tuple[int, int] | None) -> list[Callable[[], object]]:
         def call(layer):

@@ -4,10 +4,10 @@
     products.py sampler    sampling for 1, 32 and 256 rows
 
 A CUDA graph computes the layers of a model, so no weight is in the L2 cache. Quantized weights are
-timed with the kernel for many rows and with the one for few. For each shape the last line is a row
-for _FEW_ROWS in kernels/cuda/linear.py, with the fastest tile for one row, and without the rows in
-which cuBLAS is faster. Each result is compared with plain torch, and a row must have the same
-numbers beside any others. Without a GPU, everything is tiny.
+timed with the kernel for many rows and with the one for few. The last line of a shape names the
+fastest tile for one row and the most rows for which it is faster than cuBLAS. Each result is
+compared with plain torch, and a row must have the same numbers beside any others. Without a GPU,
+everything is tiny.
 """
 
 import json
@@ -61,7 +61,7 @@ def compare_products(shape: tuple[int, int]) -> str:
         if new < old and num_rows // 2 <= max_rows:
             max_rows = num_rows
     print(json.dumps({"measured": str(shape), "hardware": describe_hardware(DEVICE), "us": pairs}))
-    return f"{shape}: _Tile({max_rows}, {best[0]}, {best[1]}, 0),  # {'   '.join(pairs)}"
+    return f"{shape}: {max_rows} rows, {best[0]} outputs, {best[1]} warps; {'   '.join(pairs)}"
 
 
 def compare_samplers(num_rows: int) -> str:

@@ -18,6 +18,7 @@ import sys
 import tempfile
 from argparse import ArgumentParser
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -42,7 +43,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.batch.packing import pack, unpack
 from nanovllm.engine import model_runner
 from nanovllm.kernels import kernelize, replacement
-from nanovllm.kernels.cuda import attention, graphs, layers, linear
+from nanovllm.kernels.cuda import attention, gated_delta, graphs, layers, linear, moe
 from nanovllm.layers.attention import AttentionShape
 from nanovllm.layers.linear import ColumnParallelLinear
 from nanovllm.layers.quantized import INT4, INT8
@@ -54,10 +55,17 @@ from nanovllm.worker.dummy_steps import make_dummy_batch, run_dummy_step
 from nanovllm.worker.startup import make_step
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-SHARED_LIMIT = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes of a block
+SHARED_LIMIT = {
+    75: 64 << 10,
+    80: 163 << 10,
+    89: 99 << 10,
+    90: 227 << 10,
+    100: 227 << 10,
+}  # bytes of a block
 MATRIX_INSTRUCTIONS = ["mma.sync", "wgmma", "tcgen05.mma"]
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 MODELS = {  # dtype, head_dim and group_size, by compute capability
+    75: [(F16, 128, 2)],
     80: [(BF16, 64, 8), (F32, 128, 7)],
     89: [(BF16, 128, 2), (F16, 256, 1)],
     90: [(BF16, 128, 2), (BF16, 256, 4)],
@@ -100,13 +108,17 @@ def launch_model(dtype, head_dim, group_size):
         kernelize(module, device, dtype)
     kv_caches = [torch.empty(2, 8, 16, 2, head_dim, dtype=dtype) for _ in range(2)]
     tables = torch.zeros(3, 19, dtype=torch.int32)
-    batch = worker.copy_to(make_batch([1, 5, 33], [300, 5, 133], tables), device)
+    batch = replace(make_batch([1, 5, 33], [300, 5, 133], tables), max_seqlen_k=4096)
+    batch = worker.copy_to(batch, device)
     step = partial(model, kv_caches=kv_caches)
     graphs.CudaGraphs(step, model, batch, torch.device("cpu"), 40)  # computes the largest step
     num_heads = 2 * group_size
     shape = AttentionShape(num_heads, 2, head_dim, 0.1, 100, softcap=50.0, has_sinks=True)
     query = torch.empty(len(batch.input_ids), num_heads, head_dim, dtype=dtype)
     attention.attend(query, kv_caches[0], batch, shape, query[0, :, 0].contiguous())
+    for query_lens in ([1] * 40, [300]):  # the tiles of many decodes and of prompts
+        tables = torch.zeros(len(query_lens), 200, dtype=torch.int32)
+        model(worker.copy_to(make_batch(query_lens, query_lens, tables), device), kv_caches)
     logits = model.compute_logits(step(batch))
     for params in (SamplingParams(), SamplingParams(top_p=0.5)):
         rows = make_sampling_batch([params] * 3, [0] * 3, [0] * 3, spec.vocab_size)
@@ -116,7 +128,7 @@ def launch_model(dtype, head_dim, group_size):
 @torch.inference_mode()
 def launch_linear(dtype, scheme):
     """Launch linear layers with and without a bias, of sizes that do and do not fill tiles."""
-    sizes = [(1024, 3072), (1009, 336)] if scheme else linear._FEW_ROWS
+    sizes = [(1024, 3072), (1009, 336)]
     for out_features, in_features in sizes:
         bias = in_features <= 1024
         layer = ColumnParallelLinear(in_features, [("", out_features)], bias, dtype)
@@ -258,7 +270,8 @@ def run(arch, is_serving):
     replacement.find_optimized_layers = lambda device_type, dtype: layers.OPTIMIZED_LAYERS
     # The tensors of a batch are parts of one, as on a GPU.
     worker.copy_to = lambda batch, device: unpack(pack(batch))
-    attention.describe_gpu = linear.describe_gpu = lambda device: (arch // 10, 132)
+    for module in (attention, gated_delta, linear, moe):
+        module.describe_gpu = lambda device: (arch // 10, 132)
     if is_serving:
         serve(16, 8, 2000, enforce_eager=False)
         serve(14, 2, 1009, enforce_eager=True)

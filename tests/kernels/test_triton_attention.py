@@ -7,6 +7,8 @@ import torch
 from conftest import DEVICE, cover_pairs, make_batch, make_shape
 from kernel_helpers import LaunchRecorder, attend, compare_attention, make_step
 
+from nanovllm.utils.helpers import cdiv
+
 pytest.importorskip("triton", reason="triton is not installed")
 from nanovllm.kernels.cuda import attention as triton_backend
 from nanovllm.kernels.cuda.attention_kernels import attend_kernel, combine_splits_kernel
@@ -23,7 +25,8 @@ from nanovllm.kernels.cuda.attention_kernels import attend_kernel, combine_split
 )
 def test_padding_of_a_cuda_graph_is_harmless(monkeypatch, lengths, num_surplus, window):
     """Padding sequences have no tokens. Some splits of the others are empty."""
-    monkeypatch.setattr(triton_backend, "_count_splits", lambda *_: 5)
+    monkeypatch.setattr(triton_backend, "_count_splits", lambda *_: (5, 16))
+    monkeypatch.setattr(triton_backend, "_LEAST_PREFILL_TOKENS", 32)
     step = make_step(lengths, (4, 2, 64), 16, torch.float32, DEVICE, window)
     query, kv_cache, batch = step
     expected = attend(triton_backend, *step, window)
@@ -80,7 +83,7 @@ def list_launches(monkeypatch):
 def test_decodes_beside_a_prompt_add_few_tiles(list_launches):
     """Tiles of 64 tokens for each of 8 KV heads, and an incomplete one for the prompt."""
     launches = list_launches([1] * 200 + [64] + [1] * 55, [64] * 256, (16, 8, 128))
-    assert [grid for _, grid in launches] == [(8, 256, 1), (5 * 8, 1, 1)]
+    assert [grid for _, grid in launches] == [(5 * 8, 1, 1), (8, 256, 1)]
 
 
 @pytest.mark.parametrize("head_dim, tokens", [(128, [128, 64]), (80, [64, 64])])
@@ -121,6 +124,52 @@ def test_every_split_of_a_long_context_has_a_part_of_the_window(monkeypatch):
     attend(triton_backend, *step, window=512)
     assert log_sums[0].shape == (1, 4, 4)
     assert log_sums[0].isfinite().all()
+
+
+def test_only_long_contexts_are_split(monkeypatch):
+    """By each sequence's own length. The others write their output at once."""
+    log_sums = []
+
+    def record(kernel, grid, *args, **constants):
+        if kernel is combine_splits_kernel:
+            log_sums.append(args[1].clone())
+        kernel[grid](*args, **constants)
+
+    replace_launches(monkeypatch, record)
+    monkeypatch.setattr(triton_backend, "describe_gpu", lambda device: (9, 1))
+    monkeypatch.setattr(triton_backend, "_PROGRAMS_PER_PROCESSOR", 1)
+    monkeypatch.setattr(triton_backend, "_LONG_CONTEXT", 64)
+    step = make_step(([1] * 3, [40, 500, 64]), (4, 2, 64), 16, torch.float32, DEVICE)
+    compare_attention(triton_backend, *step)
+    is_whole = log_sums[0][:, :, 0].isinf()
+    assert is_whole.tolist() == [[True] * 4, [False] * 4, [True] * 4]
+
+
+@pytest.mark.parametrize(
+    "lengths, window",
+    [
+        (([5, 2, 3], [200, 40, 7]), None),
+        (([1, 5, 1], [100, 180, 9]), None),
+        (([24, 1], [230, 30]), 37),
+        (([20, 9], [20, 9]), None),
+        (([5, 1], [220, 100]), 70),
+    ],
+    ids=str,
+)
+def test_contexts_of_longer_queries_are_split(monkeypatch, lengths, window):
+    """Beside decodes, whose rows are computed afterwards."""
+    monkeypatch.setattr(triton_backend, "_LEAST_PREFILL_TOKENS", 32)
+    splits = []
+
+    def record(kernel, grid, *args, **constants):
+        if kernel is attend_kernel and not constants["IS_DECODE"]:
+            splits.append(grid[2])
+        kernel[grid](*args, **constants)
+
+    replace_launches(monkeypatch, record)
+    step = make_step(lengths, (4, 2, 64), 16, torch.float32, DEVICE, window)
+    compare_attention(triton_backend, *step, window)
+    assert splits == [1 if lengths[1] == [20, 9] else min(8, cdiv(window or max(lengths[1]), 32))]
 
 
 @pytest.mark.parametrize("window", [190, 260, 511])

@@ -10,6 +10,7 @@ from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.quantized import Scheme
 
 pytestmark = needs_triton
+linear = pytest.importorskip("nanovllm.kernels.cuda.linear")
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # of values around 1
 # The interpreter multiplies bfloat16 incorrectly.
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * ON_GPU
@@ -73,13 +74,6 @@ def test_embeddings_match_plain_ones(scheme, dtype):
     check_close(embedding.logits(hidden), plain.logits(hidden))
 
 
-@pytest.fixture
-def few_rows(monkeypatch):
-    """Let layers of 70 outputs and 323 inputs compute up to 4 rows without matrix instructions."""
-    linear = pytest.importorskip("nanovllm.kernels.cuda.linear")
-    monkeypatch.setattr(linear, "_FEW_ROWS", {(70, 323): linear._Tile(4, 4, 4, 0)})
-
-
 def make_plain_column(scheme, dtype):
     layer = randomize(ColumnParallelLinear(323, [("", 70)], True, dtype))
     return (quantize(layer, scheme) if scheme else layer).to(DEVICE)
@@ -87,7 +81,8 @@ def make_plain_column(scheme, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("scheme", [None, Scheme(4, 32), Scheme(8, 128)], ids=str)
-def test_few_rows_match_the_plain_layer_and_do_not_depend_on_others(scheme, dtype, few_rows):
+def test_few_rows_match_the_plain_layer_and_do_not_depend_on_others(scheme, dtype, monkeypatch):
+    monkeypatch.setattr(linear, "_K_OF_FEW_ROWS", 128)  # three steps
     plain = make_plain_column(scheme, dtype)
     layer = optimize(make_plain_column(scheme, dtype), "triton", dtype)
     assert type(layer) in triton_layers().OPTIMIZED_LAYERS
@@ -101,13 +96,15 @@ def test_few_rows_match_the_plain_layer_and_do_not_depend_on_others(scheme, dtyp
     assert output[3].isnan().all()
 
 
-def test_only_few_rows_of_known_weights_are_replaced(few_rows, monkeypatch):
-    known = make_plain_column(None, torch.float16)
+@pytest.mark.parametrize("few_outputs, expected", [(70, [0, 5]), (69, [0, 4, 5])])
+def test_only_few_rows_of_small_weights_are_replaced(few_outputs, expected, monkeypatch):
+    monkeypatch.setattr(linear, "_SMALL_WEIGHT", 70 * 323)
+    monkeypatch.setattr(linear, "_FEW_OUTPUTS", few_outputs)
     others = [make_plain_column(None, torch.float32)]
     others.append(randomize(ColumnParallelLinear(323, [("", 71)], True, torch.float16)).to(DEVICE))
     for layer in others:
         assert type(optimize(layer, "triton", layer.weight.dtype)) is ColumnParallelLinear
-    layer = optimize(known, "triton", torch.float16)
+    layer = optimize(make_plain_column(None, torch.float16), "triton", torch.float16)
     calls = []
 
     def watch(x, *_):
@@ -117,7 +114,7 @@ def test_only_few_rows_of_known_weights_are_replaced(few_rows, monkeypatch):
     monkeypatch.setattr("nanovllm.kernels.cuda.linear.multiply", watch)
     for num_rows in (0, 1, 4, 5):
         layer(torch.zeros(num_rows, 323, dtype=torch.float16, device=DEVICE))
-    assert calls == [0, 5]
+    assert calls == expected
 
 
 def test_split_inputs_give_the_same_sums(monkeypatch):

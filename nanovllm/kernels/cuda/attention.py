@@ -1,11 +1,12 @@
 """Paged attention in Triton: chooses tiles and splits, and launches the kernels.
 
 attention_kernels.py has the kernels and explains the algorithm. Decodes and longer queries run in
-the same kernel, launched once for each kind. A program computes one KV head and
+the same kernel, launched once for each kind. A program computes one KV head,
 
-    decode    the query token of one sequence and one split of the context it attends to; a
-              second kernel combines the splits
-    prefill   a tile of query tokens of one sequence and all of the context they attend to
+    decode    the query token of one sequence,
+    prefill   or a tile of query tokens of one sequence,
+
+and one split of the context they attend to. A second kernel combines the splits.
 """
 
 from functools import cache
@@ -57,13 +58,22 @@ class _Tile(NamedTuple):
 # here to `reason_unavailable` were chosen without a GPU, so that the compiler spills none
 # (tests/kernels/compiled.py).
 _MAX_SPLITS = 64
-_MIN_TOKENS_PER_SPLIT = 128
-# Contexts of decodes are split until there are this many programs per multiprocessor.
+# Contexts of decodes are split until there are this many programs per multiprocessor, each with at
+# least so many tokens.
 _PROGRAMS_PER_PROCESSOR = 8
+_LEAST_TOKENS = 128
+# If there are as many without splits, a long context beside short ones would still take longest.
+# Programs of splits that a context does not have take time, too, so there are few.
+_LONG_CONTEXT = 2048
+_SPLITS_OF_LONG_CONTEXT = 4
+# Contexts of longer queries are split if their tiles leave multiprocessors idle, as those of drafts
+# or of a few tokens behind a cached prefix do.
+_LEAST_PREFILL_TOKENS = 1024
+_MAX_PREFILL_SPLITS = 8
 # With fewer programs per multiprocessor, before contexts are split, decodes are "few": one or two
 # sequences of Qwen3-0.6B. A program then reads a short split at once.
 _FEW_PROGRAMS = 1 / 8
-_FLOAT32_TILE = _Tile(16, 16, 4, 2)  # GEMM without matrix instructions
+_PLAIN_TILE = _Tile(16, 16, 4, 2)  # without matrix instructions
 # Tiles of 16-bit numbers, by head_dim, which is rounded up to one of these. Hopper and Blackwell
 # (wgmma, tcgen05) multiply with K/V from shared memory, others from registers. With fewer than 5
 # stages the next tile is not fetched ahead, because it waits for its entries of the block table.
@@ -126,10 +136,11 @@ def attend(
     query = query.contiguous()
     output = torch.empty_like(query)
     num_prefills = len(batch.long_queries)
-    if num_prefills < len(batch.context_lens):
-        _attend(query, kv_cache, batch, shape, sinks, output, is_decode=True)
+    # Decodes come last, because combining splits of longer queries writes to all rows.
     if num_prefills > 0:
         _attend(query, kv_cache, batch, shape, sinks, output, is_decode=False)
+    if num_prefills < len(batch.context_lens):
+        _attend(query, kv_cache, batch, shape, sinks, output, is_decode=True)
     return output
 
 
@@ -148,30 +159,37 @@ def _attend(
     group_size = num_heads // num_kv_heads
     num_seqs = len(batch.context_lens)
     num_prefills = len(batch.long_queries)
-    num_programs = num_seqs * num_kv_heads
     capability, num_processors = describe_gpu(query.device)
     dim = triton.next_power_of_2(head_dim)
     if query.dtype != torch.float32:
         # On Hopper, Triton 3.6 and 3.7 fault with tiles of 32 (issues 10486, 10573 and 11366).
         dim = max(dim, 64)
-    kind = "prefill"
+    max_visible = min(batch.max_seqlen_k, shape.window or batch.max_seqlen_k)
     if is_decode:
+        num_rows = min(num_seqs, num_tokens)  # others are padding of a CUDA graph
+        num_programs = num_rows * num_kv_heads
         is_few = num_programs <= _FEW_PROGRAMS * num_processors
         kind = "few decodes" if is_few and head_dim in _TILES["few decodes"] else "decode"
-    tile = _choose_tile(kind, dim, query.dtype, capability)
-    tokens = 1 if is_decode else max(1, tile.rows // group_size)  # query tokens of a program
-    num_splits = 1
-    if is_decode:
-        max_visible = min(batch.max_seqlen_k, shape.window or batch.max_seqlen_k)
-        num_splits = _count_splits(num_programs, max_visible, num_processors)
+        tile = _choose_tile(kind, dim, query.dtype, capability)
+        tokens = 1  # of the query of a program
+        num_splits, least_tokens = _count_splits(num_programs, max_visible, num_processors)
         # KV heads come first, so that programs that run together read adjacent memory.
-        grid = (num_kv_heads, num_seqs, num_splits)
+        grid = (num_kv_heads, num_rows, num_splits)
     else:
+        num_rows = num_tokens
+        tile = _choose_tile("prefill", dim, query.dtype, capability)
+        tokens = max(1, tile.rows // group_size)
         # As if all tokens were in these sequences, because in a CUDA graph they can be.
-        max_tiles = num_tokens // tokens + num_prefills
-        grid = (max_tiles * num_kv_heads, 1, 1)
+        num_tiles = num_tokens // tokens
+        wanted = num_processors // ((num_tiles + 1) * num_kv_heads)
+        least_tokens = _LEAST_PREFILL_TOKENS
+        useful = triton.cdiv(max_visible, least_tokens)
+        num_splits = max(1, min(wanted, useful, _MAX_PREFILL_SPLITS))
+        # A tile of each sequence can be incomplete, and each has two tokens or more.
+        num_tiles += min(num_prefills, num_tokens // 2)
+        grid = (num_tiles * num_kv_heads, 1, num_splits)
     # Of each split: the normalized output, and log2 of its sum of exponentials.
-    sizes = (num_seqs if num_splits > 1 else 0, num_heads, num_splits)
+    sizes = (num_rows if num_splits > 1 else 0, num_heads, num_splits)
     split_outputs = query.new_empty(*sizes, head_dim, dtype=torch.float32)
     log_sums = split_outputs.new_empty(sizes)
     attend_kernel[grid](
@@ -189,6 +207,7 @@ def _attend(
         batch.block_tables.stride(0),
         num_prefills,
         num_splits,
+        least_tokens,
         IS_DECODE=is_decode,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group_size,
@@ -205,7 +224,7 @@ def _attend(
         enable_fp_fusion=True,
     )
     if num_splits > 1:
-        combine_splits_kernel[(num_seqs, num_heads)](
+        combine_splits_kernel[(num_rows, num_heads)](
             split_outputs,
             log_sums,
             batch.cu_seqlens_q,
@@ -214,7 +233,8 @@ def _attend(
             NUM_HEADS=num_heads,
             D=dim,
             HEAD_DIM=head_dim,
-            MAX_SPLITS=_MAX_SPLITS,
+            MAX_SPLITS=_MAX_SPLITS if is_decode else _MAX_PREFILL_SPLITS,
+            IS_DECODE=is_decode,
             enable_fp_fusion=True,
         )
 
@@ -231,16 +251,24 @@ def describe_gpu(device: torch.device) -> tuple[int, int]:
     return properties.major, properties.multi_processor_count
 
 
+def has_matrix_instructions(dtype: torch.dtype, major: int) -> bool:
+    """Triton has none for Turing. Those for float32 round to fewer bits."""
+    return dtype != torch.float32 and major >= 8
+
+
 def _choose_tile(kind: str, dim: int, dtype: torch.dtype, major: int) -> _Tile:
-    if dtype == torch.float32:
-        return _FLOAT32_TILE
+    if not has_matrix_instructions(dtype, major):
+        return _PLAIN_TILE
     if kind == "prefill" and major in (9, 10):
         kind = "prefill, Hopper"
     return _TILES[kind][dim]
 
 
-def _count_splits(num_programs: int, max_visible: int, num_processors: int) -> int:
-    """Return the number of splits that fills the GPU, each long enough to be worth combining."""
+def _count_splits(num_programs: int, max_visible: int, num_processors: int) -> tuple[int, int]:
+    """Return the most splits of a decode, and the fewest tokens that are worth a split."""
     wanted = triton.cdiv(num_processors * _PROGRAMS_PER_PROCESSOR, num_programs)
-    useful = triton.cdiv(max_visible, _MIN_TOKENS_PER_SPLIT)
-    return max(1, min(wanted, useful, _MAX_SPLITS))
+    least = _LEAST_TOKENS
+    if wanted == 1:
+        wanted = _SPLITS_OF_LONG_CONTEXT
+        least = _LONG_CONTEXT
+    return min(wanted, triton.cdiv(max_visible, least), _MAX_SPLITS), least

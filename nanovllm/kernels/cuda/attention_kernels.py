@@ -31,7 +31,7 @@ LOG2_E = constexpr(1.4426950408889634)
 
 
 @triton.jit(
-    do_not_specialize=["table_stride", "num_prefills", "num_splits"],
+    do_not_specialize=["table_stride", "num_prefills", "num_splits", "least_tokens"],
     do_not_specialize_on_alignment=[
         "cu_seqlens_ptr",
         "context_lens_ptr",
@@ -45,7 +45,8 @@ def attend_kernel(
     key_ptr,
     value_ptr,
     output_ptr,
-    # What combine_splits_kernel reads. Unused with one split.
+    # What combine_splits_kernel reads, of each sequence with a decode or each token of a longer
+    # query, and of each head and split. Unused with one split.
     split_outputs_ptr,
     log_sums_ptr,
     # The batch.
@@ -58,6 +59,7 @@ def attend_kernel(
     table_stride,
     num_prefills,
     num_splits,
+    least_tokens,  # of a split
     # The kind of queries, and the shape of the model.
     IS_DECODE: constexpr,
     NUM_KV_HEADS: constexpr,
@@ -77,7 +79,6 @@ def attend_kernel(
     if IS_DECODE:
         kv_head = tl.program_id(0)
         seq = tl.program_id(1)
-        split = tl.program_id(2)
         tile = 0
     else:
         # The last tiles of the batch come first. They attend to the longest contexts, and a long
@@ -87,7 +88,7 @@ def attend_kernel(
         seq, tile = find_tile(
             index // NUM_KV_HEADS, cu_seqlens_ptr, long_queries_ptr, num_prefills, TOKENS
         )
-        split = 0
+    split = tl.program_id(2)
     query_start = tl.load(cu_seqlens_ptr + seq)
     query_len = tl.load(cu_seqlens_ptr + seq + 1) - query_start
     if (tile * TOKENS >= query_len) | ((query_len == 1) != IS_DECODE):
@@ -114,7 +115,12 @@ def attend_kernel(
         # Tiles start at multiples of N, because the compiler then knows where blocks begin in them,
         # and needs fewer registers.
         first_tile = visible_start // N * N
-    tokens_per_split = tl.cdiv(tl.cdiv(visible_end - first_tile, num_splits), N) * N
+    num_visible = visible_end - first_tile
+    tokens_per_split = tl.maximum(tl.cdiv(num_visible, num_splits), least_tokens)
+    tokens_per_split = tl.cdiv(tokens_per_split, N) * N
+    is_whole = num_visible <= tokens_per_split  # not split
+    if is_whole & (split > 0):
+        return
     first = first_tile + split * tokens_per_split
     end = tl.minimum(first + tokens_per_split, visible_end)
     unmasked_start = first
@@ -166,10 +172,10 @@ def attend_kernel(
                     is_visible &= positions[None, :] > last_visible[:, None] - WINDOW
                 scores = tl.where(is_visible, scores, float("-inf"))
             new_max = tl.maximum(row_max, tl.max(scores, axis=1) * scale)
-            # The maximum is finite, because every row attends to the first token of the first tile.
-            # Only with a window, a row can attend to no token yet, and -inf - -inf is NaN.
+            # The maximum is finite if the row attends to a token so far. With a window, or in a
+            # later split, some rows of a longer query do not, and -inf - -inf is NaN.
             base = new_max
-            if HAS_WINDOW and IS_MASKED:
+            if IS_MASKED and (HAS_WINDOW or not IS_DECODE):
                 base = tl.where(new_max == float("-inf"), 0.0, new_max)
             weights = tl.exp2(tl.fma(scores, scale, -base[:, None]))
             rescale = tl.exp2(row_max - base)
@@ -190,12 +196,17 @@ def attend_kernel(
     # The sum is 0 for an empty split, which a short context or a padding row of a CUDA graph
     # can have. Its weight is exp2(-inf) = 0.
     normalized = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
-    if num_splits == 1:
+    split_rows = query_rows
+    if IS_DECODE:
+        split_rows = tl.cast(seq, tl.int64) * (NUM_KV_HEADS * GROUP) + heads
+    split_rows = split_rows * num_splits + split
+    if is_whole:
         output_ptrs = output_ptr + query_rows[:, None] * HEAD_DIM + dims[None, :]
         tl.store(output_ptrs, normalized.to(output_ptr.dtype.element_ty), mask=mask)
+        if num_splits > 1:  # infinity says that there is nothing to combine
+            infinity = tl.full([M], float("inf"), dtype=tl.float32)
+            tl.store(log_sums_ptr + split_rows, infinity, mask=is_row)
     else:
-        head_rows = tl.cast(seq, tl.int64) * (NUM_KV_HEADS * GROUP) + heads
-        split_rows = head_rows * num_splits + split
         split_ptrs = split_outputs_ptr + split_rows[:, None] * HEAD_DIM + dims[None, :]
         tl.store(split_ptrs, normalized, mask=mask)
         tl.store(log_sums_ptr + split_rows, row_max + tl.log2(row_sum), mask=is_row)
@@ -247,26 +258,37 @@ def combine_splits_kernel(
     D: constexpr,
     HEAD_DIM: constexpr,
     MAX_SPLITS: constexpr,
+    IS_DECODE: constexpr,
 ):
-    seq = tl.program_id(0).to(tl.int64)
+    """Combine the splits of a decode, or of a token.
+
+    Tokens are those of all sequences, so the rows of `output` that belong to decodes are undefined
+    until decodes have run.
+    """
+    row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    query_start = tl.load(cu_seqlens_ptr + seq).to(tl.int64)
-    if tl.load(cu_seqlens_ptr + seq + 1) - query_start == 1:
-        splits = tl.arange(0, MAX_SPLITS)
-        dims = tl.arange(0, D)
-        exists = splits < num_splits
-        is_dim = dims < HEAD_DIM
-        rows = (seq * NUM_HEADS + head) * num_splits + splits
-        log_sums = tl.load(log_sums_ptr + rows, mask=exists, other=float("-inf"))
-        mask = exists[:, None] & is_dim[None, :]
-        split_ptrs = split_outputs_ptr + rows[:, None] * HEAD_DIM + dims[None, :]
-        outputs = tl.load(split_ptrs, mask=mask, other=0.0)
-        largest = tl.max(log_sums, axis=0)
-        weights = tl.exp2(log_sums - tl.where(largest == float("-inf"), 0.0, largest))
-        total = tl.sum(weights, axis=0)
-        output = tl.sum(outputs * weights[:, None], axis=0) / tl.where(total > 0, total, 1.0)
-        output_ptrs = output_ptr + (query_start * NUM_HEADS + head) * HEAD_DIM + dims
-        tl.store(output_ptrs, output.to(output_ptr.dtype.element_ty), mask=is_dim)
+    token = row
+    if IS_DECODE:
+        token = tl.load(cu_seqlens_ptr + row).to(tl.int64)
+        if tl.load(cu_seqlens_ptr + row + 1) - token != 1:
+            return
+    first = (row * NUM_HEADS + head) * num_splits
+    if tl.load(log_sums_ptr + first) == float("inf"):
+        return
+    splits = tl.arange(0, MAX_SPLITS)
+    dims = tl.arange(0, D)
+    exists = splits < num_splits
+    is_dim = dims < HEAD_DIM
+    log_sums = tl.load(log_sums_ptr + first + splits, mask=exists, other=float("-inf"))
+    mask = exists[:, None] & is_dim[None, :]
+    split_ptrs = split_outputs_ptr + (first + splits)[:, None] * HEAD_DIM + dims[None, :]
+    outputs = tl.load(split_ptrs, mask=mask, other=0.0)
+    largest = tl.max(log_sums, axis=0)
+    weights = tl.exp2(log_sums - tl.where(largest == float("-inf"), 0.0, largest))
+    total = tl.sum(weights, axis=0)
+    output = tl.sum(outputs * weights[:, None], axis=0) / tl.where(total > 0, total, 1.0)
+    output_ptrs = output_ptr + (token * NUM_HEADS + head) * HEAD_DIM + dims
+    tl.store(output_ptrs, output.to(output_ptr.dtype.element_ty), mask=is_dim)
 
 
 # slot_mapping_ptr can have any alignment in a packed batch.

@@ -3,11 +3,11 @@
 Two kernels compute a step, without host synchronization: gated_delta_kernels.py explains them.
 """
 
-import torch
 import triton
 from torch import Tensor
 
 from nanovllm.batch.batch import Batch
+from nanovllm.kernels.cuda.attention import describe_gpu, has_matrix_instructions
 from nanovllm.kernels.cuda.gated_delta_kernels import advance_states_kernel, prepare_chunks_kernel
 from nanovllm.kernels.optimized_layer import OptimizedLayer
 from nanovllm.layers.gated_delta import DeltaInputs, GatedDeltaRule
@@ -24,13 +24,14 @@ class FastGatedDeltaRule(OptimizedLayer, GatedDeltaRule):
         assert all([each.stride(1) == 1 for each in inputs]) and states.is_contiguous()
         num_tokens, num_seqs = len(qkv), len(batch.read_slots)
         num_heads = self.num_value_heads
-        # In float32, products of chunks would need more registers than there are.
-        is_chunked = batch.max_seqlen_q > 1 and qkv.dtype != torch.float32
+        # Without matrix instructions, products of chunks would need more registers than there are.
+        capability, _ = describe_gpu(qkv.device)
+        is_chunked = batch.max_seqlen_q > 1 and has_matrix_instructions(qkv.dtype, capability)
         chunk = _CHUNK if is_chunked else 1
         k = max(16, triton.next_power_of_2(self.key_dim))  # as tl.dot takes them
         v = max(16, triton.next_power_of_2(self.value_dim))
-        row = 3 * k + v + 4 + chunk  # find_row has the layout of a row
-        prepared = states.new_empty(num_tokens, num_heads, row)
+        widths = (k, k, k, v, chunk, 1)  # of query, key, w, x, scores and decay
+        prepared = [states.new_empty(num_tokens, num_heads, width) for width in widths]
         output = gate.new_empty(gate.shape)
         windows = states[:, self.matrices_size :]
         constants = {
@@ -43,7 +44,6 @@ class FastGatedDeltaRule(OptimizedLayer, GatedDeltaRule):
             "TAPS": self.conv_weight.shape[2],
             "K": k,
             "V": v,
-            "ROW": row,
             "CHUNK": chunk,
             "num_warps": 8,
             "enable_fp_fusion": True,
@@ -61,7 +61,7 @@ class FastGatedDeltaRule(OptimizedLayer, GatedDeltaRule):
             windows,
             batch.read_slots,
             batch.cu_seqlens_q,
-            prepared,
+            *prepared,
             num_seqs,
             **constants,
         )
@@ -69,7 +69,7 @@ class FastGatedDeltaRule(OptimizedLayer, GatedDeltaRule):
         # Decodes, and then all other sequences.
         for length in sorted({1, chunk} if has_decodes else {chunk}):
             advance_states_kernel[(num_heads, num_seqs)](
-                prepared,
+                *prepared,
                 qkv,
                 gate,
                 qkv.stride(0),

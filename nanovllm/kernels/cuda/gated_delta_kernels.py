@@ -10,13 +10,14 @@ A program of the second kernel takes one value head of a sequence through all of
 
     u = x - w S    output = (decayed q) S + scores u    S = decay S + (k decayed to the end)^T u
 
-Between the two, a row of `prepared` is float32 and has, for a token and a head (K and V are key_dim
-and value_dim, rounded up; `advance_states_kernel` needs the decay of a chunk's last token only):
+Between the two there are float32 tensors, with a row for each token and head (K and V are key_dim
+and value_dim, rounded up):
 
-              decayed q  decayed k  w      x      decay         scores
-    numbers   K          K          K      V      1, padded: 4  C, with the tokens of the chunk
-
-`find_row` knows this layout.
+    query    [num_tokens, num_heads, K]    decayed from the start of the chunk
+    key      [num_tokens, num_heads, K]    decayed to its end
+    w, x     [num_tokens, num_heads, K or V]
+    scores   [num_tokens, num_heads, C]    with the tokens of the chunk
+    decay    [num_tokens, num_heads]       since the start of the chunk
 
 S stays in registers. It is transposed, because matrix instructions take only their left operand
 from there. A decode is a chunk of one token, so that its products need no matrix instructions.
@@ -27,15 +28,6 @@ import triton.language as tl
 from triton.language import constexpr
 
 from nanovllm.kernels.cuda.attention_kernels import find_tile
-
-
-@triton.jit
-def find_row(prepared_ptr, row, K: constexpr, V: constexpr, ROW: constexpr):
-    """Return pointers to the parts of a row of `prepared`, in the order of the picture."""
-    query_ptr = prepared_ptr + row * ROW
-    x_ptr = query_ptr + 3 * K
-    decay_ptr = x_ptr + V
-    return query_ptr, query_ptr + K, query_ptr + 2 * K, x_ptr, decay_ptr, decay_ptr + 4
 
 
 # Slots and bounds can have any alignment in a packed batch.
@@ -56,7 +48,12 @@ def prepare_chunks_kernel(
     windows_ptr,
     read_slots_ptr,
     cu_seqlens_ptr,
-    prepared_ptr,
+    query_ptr,
+    key_ptr,
+    w_ptr,
+    x_ptr,
+    scores_ptr,
+    row_decay_ptr,
     num_seqs,
     NUM_HEADS: constexpr,
     GROUP: constexpr,
@@ -67,7 +64,6 @@ def prepare_chunks_kernel(
     TAPS: constexpr,
     K: constexpr,
     V: constexpr,
-    ROW: constexpr,
     CHUNK: constexpr,
 ):
     C: constexpr = CHUNK
@@ -97,10 +93,8 @@ def prepare_chunks_kernel(
     to_end = tl.exp(tl.sum(log_decay, axis=0, keep_dims=True) - since_start)
     between = since_start - tl.trans(since_start)
     between = tl.exp(tl.where(rows >= columns, between, float("-inf")))
-    query_ptr, key_ptr, w_ptr, x_ptr, row_decay_ptr, scores_ptr = find_row(
-        prepared_ptr, tokens * NUM_HEADS + head, K, V, ROW
-    )
-    tl.store(row_decay_ptr, decay, mask=is_token)
+    token_heads = tokens * NUM_HEADS + head
+    tl.store(row_decay_ptr + token_heads, decay, mask=is_token)
 
     KEY_SIZE: constexpr = NUM_HEADS // GROUP * KEY_DIM
     qkv_ptr += start * qkv_stride
@@ -110,7 +104,7 @@ def prepare_chunks_kernel(
     mask = is_token & (keys < KEY_DIM)
     key = _convolve(source, conv_weight_ptr, positions, channels, mask)
     key *= tl.rsqrt(tl.sum(key * key, axis=1, keep_dims=True) + 1e-6)
-    tl.store(key_ptr + keys, to_end * key, mask=is_token)
+    tl.store(key_ptr + token_heads * K + keys, to_end * key, mask=is_token)
     transposed = tl.trans(key)
     system = _multiply(key, transposed) * between * beta
     inverse = tl.where(rows == columns, 1.0, 0.0)
@@ -122,24 +116,29 @@ def prepare_chunks_kernel(
         inverse -= part
         half *= 2
     w = _multiply(inverse, beta * decay * key)
-    tl.store(w_ptr + keys, w, mask=is_token)
+    tl.store(w_ptr + token_heads * K + keys, w, mask=is_token)
 
     query = _convolve(source, conv_weight_ptr, positions, channels - KEY_SIZE, mask)
     query *= tl.rsqrt(tl.sum(query * query, axis=1, keep_dims=True) + 1e-6) * KEY_DIM**-0.5
-    tl.store(query_ptr + keys, decay * query, mask=is_token)
+    tl.store(query_ptr + token_heads * K + keys, decay * query, mask=is_token)
     scores = _multiply(query, transposed) * between
-    tl.store(scores_ptr + columns, scores, mask=is_token)
+    tl.store(scores_ptr + token_heads * C + columns, scores, mask=is_token)
 
     channels = 2 * KEY_SIZE + head * VALUE_DIM + values
     mask = is_token & (values < VALUE_DIM)
     value = _convolve(source, conv_weight_ptr, positions, channels, mask)
     x = _multiply(inverse, beta * value)
-    tl.store(x_ptr + values, x, mask=is_token)
+    tl.store(x_ptr + token_heads * V + values, x, mask=is_token)
 
 
 @triton.jit(do_not_specialize_on_alignment=["read_slots_ptr", "write_slots_ptr", "cu_seqlens_ptr"])
 def advance_states_kernel(
-    prepared_ptr,
+    query_ptr,
+    key_ptr,
+    w_ptr,
+    x_ptr,
+    scores_ptr,
+    decay_ptr,
     qkv_ptr,
     gate_ptr,
     qkv_stride,
@@ -161,7 +160,6 @@ def advance_states_kernel(
     TAPS: constexpr,
     K: constexpr,
     V: constexpr,
-    ROW: constexpr,
     CHUNK: constexpr,
     C: constexpr,
 ):
@@ -186,17 +184,14 @@ def advance_states_kernel(
         positions = chunk + tl.arange(0, C)[:, None]
         tokens = start + positions
         is_token = positions < num_tokens
-        query_ptr, key_ptr, w_ptr, x_ptr, _, scores_ptr = find_row(
-            prepared_ptr, tokens * NUM_HEADS + head, K, V, ROW
-        )
-        query = tl.load(query_ptr + keys, mask=is_token, other=0.0)
-        key = tl.load(key_ptr + keys, mask=is_token, other=0.0)
-        w = tl.load(w_ptr + keys, mask=is_token, other=0.0)
-        x = tl.load(x_ptr + values, mask=is_token, other=0.0)
-        scores = tl.load(scores_ptr + columns, mask=is_token, other=0.0)
+        token_heads = tokens * NUM_HEADS + head
+        query = tl.load(query_ptr + token_heads * K + keys, mask=is_token, other=0.0)
+        key = tl.load(key_ptr + token_heads * K + keys, mask=is_token, other=0.0)
+        w = tl.load(w_ptr + token_heads * K + keys, mask=is_token, other=0.0)
+        x = tl.load(x_ptr + token_heads * V + values, mask=is_token, other=0.0)
+        scores = tl.load(scores_ptr + token_heads * CHUNK + columns, mask=is_token, other=0.0)
         last = start + tl.minimum(chunk + C, num_tokens) - 1
-        _, _, _, _, decay_ptr, _ = find_row(prepared_ptr, last * NUM_HEADS + head, K, V, ROW)
-        decay = tl.load(decay_ptr)
+        decay = tl.load(decay_ptr + last * NUM_HEADS + head)
 
         u = tl.trans(x) - _multiply(state, tl.trans(w))
         output = _multiply(state, tl.trans(query))

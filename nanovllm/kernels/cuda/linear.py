@@ -10,9 +10,9 @@ tiles do not fill a GPU, so the inputs are then split over several programs. Eac
 sums in float32. torch adds them, always in the same order. The bias is added before rounding.
 
 cuBLAS reads a small weight slowly if x has few rows. Where this kernel is faster, it multiplies
-them instead, without matrix instructions. Quantized weights of the same shapes then do without
-splits, too. A program reads whole rows of the weight, and the result for a row of x does not depend
-on the number of rows.
+them instead, without matrix instructions and, also with quantized weights, without splits. A
+program reads whole rows of the weight, and the result for a row of x does not depend on the number
+of rows.
 
 Rows of codes whose size is not a multiple of 4 bytes are read byte by byte, which is slow.
 """
@@ -41,6 +41,7 @@ class _Tile(NamedTuple):
 
 # Not tuned on a GPU.
 _K = 128  # inputs of a tile: the largest group, so that a tile has whole groups
+_K_OF_FEW_ROWS = 1024
 _NUM_STAGES = 3  # 8 to 16 KB of codes in flight per program
 # tl.dot takes at least 16 rows. A thread has about 128 registers. float32 has no matrix
 # instructions, and larger tiles of it would spill.
@@ -48,17 +49,27 @@ _SMALL_TILE = _Tile(rows=16, outputs=64, num_warps=4, programs=4)
 # One program takes most registers of a multiprocessor. With more rows it would spill.
 _LARGE_TILE = _Tile(rows=64, outputs=128, num_warps=8, programs=1)
 
-# Tiles without matrix instructions, by out_features and in_features. `rows` is the most rows of x
-# that they multiply, and inputs are not split. The figures are microseconds on an H200, of cuBLAS
-# and of this algorithm, in bfloat16 with weights outside of the L2 cache. `.ci/gpu/run products`
-# prints such lines. Quantized weights were not measured.
-_FEW_ROWS = {
-    #                                         1 row      2 rows     4 rows
-    (4096, 1024): _Tile(2, 2, 4, 0),  #   4.8, 4.0   5.2, 4.8   5.3, 6.5
-    (1024, 2048): _Tile(4, 1, 4, 0),  #  12.6, 3.1  10.3, 3.7   8.4, 4.8
-    (6144, 1024): _Tile(1, 2, 4, 0),  #   5.9, 5.0   5.9, 6.1   5.9, 8.2
-    (1024, 3072): _Tile(4, 2, 8, 0),  #   6.7, 3.7   6.7, 4.5   6.7, 6.1
-}
+# A product of few rows without matrix instructions, for weights of up to this many numbers. The
+# figures are microseconds on an H200, of cuBLAS and of this algorithm with the best of some tiles,
+# in bfloat16 with weights outside of the L2 cache. `.ci/gpu/run products` prints such lines.
+# Quantized weights were not measured.
+#
+#     outputs, inputs      1 row      2 rows     4 rows
+#     6144, 1024        5.9, 5.0    5.9, 6.1   5.9, 8.2
+#     4096, 1024        4.8, 4.0    5.2, 4.8   5.3, 6.5
+#     1024, 2048       12.6, 3.1   10.3, 3.7   8.4, 4.8
+#     1024, 3072        6.7, 3.7    6.7, 4.5   6.7, 6.1
+_SMALL_WEIGHT = 8 << 20
+_FEW_OUTPUTS = 2048
+
+
+def choose_tile_of_few_rows(weight_shape: torch.Size, num_rows: int) -> _Tile | None:
+    out_features, in_features = weight_shape
+    max_rows = 4 if out_features <= _FEW_OUTPUTS else 1
+    if not 0 < num_rows <= max_rows or out_features * in_features > _SMALL_WEIGHT:
+        return None
+    num_warps = 4 if in_features <= 1024 else 8
+    return _Tile(triton.next_power_of_2(num_rows), outputs=2, num_warps=num_warps, programs=0)
 
 
 class FastLinear(OptimizedLayer):
@@ -66,19 +77,22 @@ class FastLinear(OptimizedLayer):
 
     def convert(self) -> bool:
         """Compile the kernels for few and for many rows, so that serving compiles none."""
-        if self.choose_tile(1) is None:
+        x = self.weight.new_empty([64, self.weight.shape[1]]).zero_()
+        capability, _ = describe_gpu(x.device)
+        # On Turing, the matrix products of quantized weights would spill.
+        is_quantized = isinstance(self.weight, QuantizedWeight)
+        if self.choose_tile(1) is None or (is_quantized and capability < 8):
             return False
         for num_rows in (1, 2, 4, 16, 64):
-            x = self.weight.new_empty([num_rows, self.weight.shape[1]]).zero_()
-            self.multiply(x, getattr(self, "bias", None))  # an embedding has no bias
+            self.multiply(x[:num_rows], getattr(self, "bias", None))  # an embedding has no bias
         return True
 
     def choose_tile(self, num_rows: int) -> _Tile | None:
         """Return None if cuBLAS computes this."""
-        few_rows = _FEW_ROWS.get(tuple(self.weight.shape))
         is_16_bit = self.dtype.itemsize == 2
-        if is_16_bit and few_rows is not None and 0 < num_rows <= few_rows.rows:
-            return few_rows._replace(rows=triton.next_power_of_2(num_rows))
+        few_rows = choose_tile_of_few_rows(self.weight.shape, num_rows)
+        if is_16_bit and few_rows is not None:
+            return few_rows
         if not isinstance(self.weight, QuantizedWeight):
             return None
         return _LARGE_TILE if is_16_bit and num_rows > _SMALL_TILE.rows else _SMALL_TILE
@@ -97,7 +111,7 @@ class FastLinear(OptimizedLayer):
         if is_quantized:
             parts = (weight.codes, weight.scales, weight.zeros)
         is_split = tile.programs > 0
-        step = _K if is_split else triton.next_power_of_2(in_features)
+        step = _K if is_split else _K_OF_FEW_ROWS
         tiles = (cdiv(out_features, tile.outputs), cdiv(num_rows, tile.rows))
         # Splits of the inputs fill the GPU. A step is K inputs.
         _, num_processors = describe_gpu(x.device)

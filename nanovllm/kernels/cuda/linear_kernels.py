@@ -65,7 +65,7 @@ def multiply_kernel(
                 row_ptr = x_ptr + tl.minimum(row, num_rows - 1) * IN_FEATURES
                 x = tl.load(row_ptr + inputs, mask=is_input, other=0.0)
                 products = weight.to(tl.float32) * x.to(tl.float32)[None, :]
-                acc = tl.where(rows == row, tl.sum(products, axis=1)[:, None], acc)
+                acc += tl.where(rows == row, tl.sum(products, axis=1)[:, None], 0.0)
         else:
             mask = is_row & is_input[:, None]
             x = tl.load(x_ptr + rows * IN_FEATURES + inputs[:, None], mask=mask, other=0.0)

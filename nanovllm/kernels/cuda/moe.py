@@ -10,14 +10,15 @@ With tiles of two pairs:
     tile      0       1      2        3            4 and 5: without pairs, in this step
 
 The result for a token does not depend on the tokens beside it. Such grouped GEMMs are also in
-vLLM's fused_moe and in MegaBlocks (Gale et al. 2022). Quantized experts, and those in float32, keep
-the code of models/moe.py.
+vLLM's fused_moe and in MegaBlocks (Gale et al. 2022). Quantized experts, and those in float32 or on
+Turing, keep the code of models/moe.py.
 """
 
 import torch
 import triton
 from torch import Tensor
 
+from nanovllm.kernels.cuda.attention import describe_gpu, has_matrix_instructions
 from nanovllm.kernels.cuda.decoder import silu_and_mul
 from nanovllm.kernels.cuda.moe_kernels import multiply_experts_kernel
 from nanovllm.kernels.optimized_layer import OptimizedLayer
@@ -35,7 +36,10 @@ class FastExperts(OptimizedLayer, Experts):
     def convert(self) -> bool:
         """The self-test compiles the kernels for few and for many tokens."""
         weight = self.gate_up_proj
-        if not isinstance(weight, Tensor) or weight.dtype == torch.float32:
+        if not isinstance(weight, Tensor):
+            return False
+        capability, _ = describe_gpu(weight.device)
+        if not has_matrix_instructions(weight.dtype, capability):
             return False
         # A power of two of experts, as tl.arange takes it. Those that do not exist have no pairs.
         num_bounds = triton.next_power_of_2(len(weight)) + 1
