@@ -12,7 +12,10 @@ from nanovllm.layers.sampler import Sampler
 
 # Not tuned on a GPU.
 _BLOCK = 4096  # tokens of the vocabulary that a program holds at a time
-_NUM_WARPS = 8  # of a program that samples
+_FILTER_BLOCK = 2048
+_NUM_WARPS = 8
+# Digits of 4 bits that a logit of these dtypes can have as float32.
+_NUM_DIGITS = {torch.bfloat16: 4, torch.float16: 5, torch.float32: 8}
 
 
 class FastSampler(OptimizedLayer, Sampler):
@@ -48,24 +51,39 @@ class FastSampler(OptimizedLayer, Sampler):
         """Filter without sorting.
 
         Probabilities are summed in another order. If a sum equals top_p up to rounding, one token
-        more or less can stay. A row with an infinite logit keeps more tokens than necessary, which
-        changes nothing.
+        more or less can stay. A row with an infinite logit keeps all tokens, which changes nothing.
         """
         if has_unknown_fields(filters):
             return super().filter(logits, filters)
         logits = logits.contiguous()
         output = logits.to(torch.float32, copy=True)
-        filter_kernel[(len(filters.rows),)](
-            logits,
-            output,
-            filters.rows,
-            filters.temperatures,
-            filters.top_ks,
-            filters.top_ps,
-            filters.min_ps,
-            logits.shape[1],
-            BLOCK=_BLOCK,
-            num_warps=32,  # the most that a program can have, because a row has only one program
-            enable_fp_fusion=True,
-        )
+        num_digits = _NUM_DIGITS[logits.dtype]
+        num_levels = 2 * num_digits + 1
+        num_filtered = len(filters.rows)
+        num_parts = triton.cdiv(logits.shape[1], _FILTER_BLOCK)
+        sums = output.new_empty(num_levels, num_filtered, num_parts, 2, 16)
+        states = output.new_empty(num_levels, num_filtered, 3)
+        prefixes = output.new_empty(num_levels, num_filtered, dtype=torch.uint32)
+        highest = logits.amax(-1).float()
+        for level in range(num_levels):
+            filter_kernel[(num_filtered, num_parts)](
+                logits,
+                output,
+                highest,
+                filters.rows,
+                filters.temperatures,
+                filters.top_ks,
+                filters.top_ps,
+                filters.min_ps,
+                prefixes,
+                states,
+                sums,
+                level,
+                logits.shape[1],
+                NUM_DIGITS=num_digits,
+                PARTS=triton.next_power_of_2(num_parts),
+                BLOCK=_FILTER_BLOCK,
+                num_warps=_NUM_WARPS,
+                enable_fp_fusion=True,
+            )
         return output

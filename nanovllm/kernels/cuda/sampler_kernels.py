@@ -1,28 +1,25 @@
 """The kernels of the sampler in Triton.
 
-A row of logits is too long for one program to sample from. A program finds the best token of a part
-of a row, and torch takes the maximum over the parts. To filter, a program passes over a row several
-times and searches by bisection for the lowest logit to keep.
+A row of logits is too long for one program. A program finds the best token of a part of a row, and
+torch takes the maximum over the parts.
+
+To filter, the lowest logit to keep is found digit by digit, as in a radix sort. A key with digits
+of 4 bits stands for a logit. In each launch, a program counts the tokens of its part by their next
+digit, if they have the digits found so far, and sums their probabilities. The next launch adds up
+the parts and finds the digit. With top_k = 3 and two digits:
+
+    keys             5c 5a 51 3f 07
+    first digits     three tokens have 5, one 3, one 0    the third token begins with 5
+    second digits    one token has c, one a, one 1        the third token is 51
 """
 
 import math
-from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 from triton.language import constexpr
 
 _LOG_2 = constexpr(math.log(2))
-
-
-class _Cut(NamedTuple):
-    """The lowest logit that stays, and the tokens at or above it, and above it. Mass is weight."""
-
-    logit: Any
-    count: Any
-    mass: Any
-    count_above: Any
-    mass_above: Any
 
 
 @triton.jit(do_not_specialize_on_alignment=["keys_ptr", "temperatures_ptr"])
@@ -92,124 +89,104 @@ def _perturb(logits_ptr, hashes_ptr, keys_ptr, temperature, tokens, vocab_size):
 
 
 @triton.jit(
+    do_not_specialize=["level"],
     do_not_specialize_on_alignment=[
         "rows_ptr",
         "temperatures_ptr",
         "top_ks_ptr",
         "top_ps_ptr",
         "min_ps_ptr",
-    ]
+    ],
 )
 def filter_kernel(
     logits_ptr,
     output_ptr,
+    highest_ptr,
     rows_ptr,
     temperatures_ptr,
     top_ks_ptr,
     top_ps_ptr,
     min_ps_ptr,
+    # For each level and row: the digits so far, and for the tokens above them their number, their
+    # probabilities up to a factor, and the limit of one of these.
+    prefixes_ptr,  # uint32 [num_levels, num_filtered]
+    states_ptr,  # float32 [num_levels, num_filtered, 3]
+    # The tokens that have the digits so far, by their next digit: number and probabilities.
+    sums_ptr,  # float32 [num_levels, num_filtered, num_parts, 2, 16]
+    level,
     vocab_size,
+    NUM_DIGITS: constexpr,
+    PARTS: constexpr,  # num_parts, rounded up to a power of two
     BLOCK: constexpr,
 ):
-    index = tl.program_id(0)
-    row = tl.load(rows_ptr + index).to(tl.int64)
-    logits_ptr += row * vocab_size
-    top_k = tl.load(top_ks_ptr + index).to(tl.int32)
-    top_p = tl.load(top_ps_ptr + index)
-    min_p = tl.load(min_ps_ptr + index)
-    scale = 1 / tl.load(temperatures_ptr + index)
+    """Find a digit at each level, first those of top-k and then those of top-p.
 
-    maxima = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
-    for start in range(0, vocab_size, BLOCK):
-        logits = _load_logits(logits_ptr, start + tl.arange(0, BLOCK), vocab_size)
-        maxima = tl.maximum(maxima, logits)
-    highest = tl.max(maxima)
-    masses = tl.zeros([BLOCK], dtype=tl.float32)
-    for start in range(0, vocab_size, BLOCK):
-        logits = _load_logits(logits_ptr, start + tl.arange(0, BLOCK), vocab_size)
-        masses += tl.exp((logits - highest) * scale)
-
-    mass = tl.sum(masses)
-    kept_mass = mass
-    # Nothing is cut yet: all tokens stay. Triton 3.4 takes variables and literals in a named tuple,
-    # but not the result of float().
-    lowest = float("-inf")
-    cut = _Cut(lowest, vocab_size, mass, 0, 0.0)
-    if (top_k < vocab_size) & (highest < float("inf")):
-        cut = _find_cut(logits_ptr, vocab_size, highest, scale, cut, top_k, float("inf"), BLOCK)
-        # More than top_k tokens stay if some have the logit of the cut. Only top_k of them count.
-        num_at_cut = cut.count - cut.count_above
-        missing_mass = (top_k - cut.count_above) * (cut.mass - cut.mass_above) / num_at_cut
-        kept_mass = cut.mass_above + missing_mass
-    if (top_p < 1) & (highest < float("inf")):
-        max_mass = top_p * kept_mass
-        cut = _find_cut(logits_ptr, vocab_size, highest, scale, cut, top_k, max_mass, BLOCK)
-    for start in range(0, vocab_size, BLOCK):
-        tokens = start + tl.arange(0, BLOCK)
-        logits = _load_logits(logits_ptr, tokens, vocab_size)
-        # False for NaN, which therefore stays.
-        is_removed = (logits < cut.logit) | (tl.exp((logits - highest) * scale) < min_p)
-        mask = is_removed & (tokens < vocab_size)
-        tl.store(output_ptr + row * vocab_size + tokens, float("-inf"), mask=mask)
-
-
-@triton.jit
-def _find_cut(
-    logits_ptr,
-    vocab_size,
-    highest,
-    scale,
-    cut,
-    max_count,
-    max_mass,
-    BLOCK: constexpr,
-):
-    """Find the lowest logit that stays: fewer than max_count tokens, with less mass than max_mass,
-    have higher logits.
-
-    Bisection between the logit of `cut`, an earlier cut, and the highest. With logits 5, 4, 4, 2, 1
-    and max_count 2:
-
-        low  high  pivot  above it
-        -inf  5    -inf   5 4 4 2 1    too many: low becomes the lowest of them, 1
-         1    5     3     5 4 4        too many: low becomes 4
-         4    5     4.5   5            few enough: high becomes the highest of the others, 4
-
-    The result is the cut at 4, with the counts of 5 4 4 and of 5, and their masses.
+    The last level, 2 * NUM_DIGITS, removes tokens. All parts of a row write the same state.
     """
-    low = cut.logit
-    count_low = cut.count
-    mass_low = cut.mass
-    high = highest
-    count_high = 0  # number of tokens above `high`
-    mass_high = 0.0
-    while low < high:
-        pivot = tl.maximum(low * 0.5 + high * 0.5, low)
-        pivot = tl.where(pivot < high, pivot, low)  # the middle may have been rounded up
-        counts = tl.zeros([BLOCK], dtype=tl.int32)
-        masses = tl.zeros([BLOCK], dtype=tl.float32)
-        below = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
-        above = tl.full([BLOCK], float("inf"), dtype=tl.float32)
-        for start in range(0, vocab_size, BLOCK):
-            logits = _load_logits(logits_ptr, start + tl.arange(0, BLOCK), vocab_size)
-            is_above = logits > pivot
-            counts += is_above.to(tl.int32)
-            masses += tl.where(is_above, tl.exp((logits - highest) * scale), 0.0)
-            above = tl.minimum(above, tl.where(is_above, logits, float("inf")))
-            below = tl.maximum(below, tl.where(is_above, float("-inf"), logits))
-        count = tl.sum(counts)
-        mass = tl.sum(masses)
-        # The end that moves becomes the logit of a token, so that the ends meet even if many
-        # logits are equal.
-        if (count < max_count) & (mass < max_mass):
-            high = tl.max(below)
-            count_high = count
-            mass_high = mass
-        else:
-            low = tl.min(above)
-            count_low = count
-            mass_low = mass
-    return _Cut(low, count_low, mass_low, count_high, mass_high)
+    index = tl.program_id(0)
+    part = tl.program_id(1)
+    num_filtered = tl.num_programs(0)
+    num_parts = tl.num_programs(1)
+    row = tl.load(rows_ptr + index).to(tl.int64)
+    state = (level * num_filtered + index).to(tl.int64)
+    digits = tl.arange(0, 16)
+    prefix = tl.full([], 0, dtype=tl.uint32)
+    count = 0.0
+    mass = 0.0
+    limit = tl.load(top_ks_ptr + index).to(tl.float32)
+    if level > 0:
+        before = state - num_filtered
+        if level != NUM_DIGITS + 1:
+            prefix = tl.load(prefixes_ptr + before)
+        count = tl.load(states_ptr + 3 * before)
+        mass = tl.load(states_ptr + 3 * before + 1)
+        limit = tl.load(states_ptr + 3 * before + 2)
+        parts = tl.arange(0, PARTS)[:, None]
+        part_ptrs = sums_ptr + (before * num_parts + parts) * 32 + digits[None, :]
+        counts = tl.sum(tl.load(part_ptrs, mask=parts < num_parts, other=0.0), axis=0)
+        masses = tl.sum(tl.load(part_ptrs + 16, mask=parts < num_parts, other=0.0), axis=0)
+        counts_above = count + (tl.cumsum(counts, reverse=True) - counts)
+        masses_above = mass + (tl.cumsum(masses, reverse=True) - masses)
+        above = tl.where(level <= NUM_DIGITS, counts_above, masses_above)
+        digit = tl.min(tl.where(above < limit, digits, 15), axis=0)
+        prefix = prefix * 16 + digit.to(tl.uint32)
+        count = tl.sum(tl.where(digits == digit, counts_above, 0.0), axis=0)
+        mass = tl.sum(tl.where(digits == digit, masses_above, 0.0), axis=0)
+        if level == NUM_DIGITS:
+            # More than top_k tokens stay if some have the logit of the last one. Only top_k of
+            # them count.
+            share = (limit - count) / tl.sum(tl.where(digits == digit, counts, 0.0), axis=0)
+            mass += share * tl.sum(tl.where(digits == digit, masses, 0.0), axis=0)
+            limit = mass * tl.load(top_ps_ptr + index)
+            count = 0.0
+            mass = 0.0
+    tl.store(prefixes_ptr + state, prefix)
+    tl.store(states_ptr + 3 * state, count)
+    tl.store(states_ptr + 3 * state + 1, mass)
+    tl.store(states_ptr + 3 * state + 2, limit)
+
+    tokens = part * BLOCK + tl.arange(0, BLOCK)
+    exists = tokens < vocab_size
+    logits = _load_logits(logits_ptr + row * vocab_size, tokens, vocab_size)
+    # Unsigned integers in the order of the logits. Adding 0 turns -0 into 0.
+    bits = (logits + 0.0).to(tl.uint32, bitcast=True)
+    keys = tl.where(bits >> 31 == 0, bits | 0x80000000, ~bits) >> (32 - 4 * NUM_DIGITS)
+    highest = tl.load(highest_ptr + row)
+    probs = tl.exp((logits - highest) / tl.load(temperatures_ptr + index))
+    if level < 2 * NUM_DIGITS:
+        if level == NUM_DIGITS:
+            prefix = tl.full([], 0, dtype=tl.uint32)
+        keys = keys >> (4 * (NUM_DIGITS - 1 - level % NUM_DIGITS)).to(tl.uint32)
+        next_digits = tl.where(exists & (keys >> 4 == prefix), (keys & 15).to(tl.int32), 16)
+        is_digit = next_digits[None, :] == digits[:, None]
+        sums_ptrs = sums_ptr + (state * num_parts + part) * 32 + digits
+        tl.store(sums_ptrs, tl.sum(is_digit.to(tl.float32), axis=1))
+        tl.store(sums_ptrs + 16, tl.sum(tl.where(is_digit, probs[None, :], 0.0), axis=1))
+    elif highest < float("inf"):  # not if a logit is infinite or NaN
+        cut = tl.maximum(tl.load(prefixes_ptr + NUM_DIGITS * num_filtered + index), prefix)
+        is_removed = (keys < cut) | (probs < tl.load(min_ps_ptr + index))
+        is_removed &= exists & (logits < highest)
+        tl.store(output_ptr + row * vocab_size + tokens, float("-inf"), mask=is_removed)
 
 
 @triton.jit
