@@ -39,9 +39,8 @@ class _Tile(NamedTuple):
     programs: int  # that fit a multiprocessor
 
 
-# Not tuned on a GPU.
 _K = 128  # inputs of a tile: the largest group, so that a tile has whole groups
-_K_OF_FEW_ROWS = 1024
+_K_OF_FEW_ROWS = 1024  # all inputs of the weights measured below, or a third of them
 _NUM_STAGES = 3  # 8 to 16 KB of codes in flight per program
 # tl.dot takes at least 16 rows. A thread has about 128 registers. float32 has no matrix
 # instructions, and larger tiles of it would spill.

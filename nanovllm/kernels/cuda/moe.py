@@ -25,8 +25,9 @@ from nanovllm.kernels.optimized_layer import OptimizedLayer
 from nanovllm.models.moe import Experts
 from nanovllm.utils.helpers import cdiv
 
-# Not tuned on a GPU.
-_FEW_TOKENS = 32  # for which experts have small tiles
+# So many tokens give each expert about two pairs, if 8 of 128 are chosen. Large tiles would be
+# mostly empty.
+_FEW_TOKENS = 32
 _OUTPUTS = 64  # of a tile
 
 

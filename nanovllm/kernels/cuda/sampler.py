@@ -10,8 +10,9 @@ from nanovllm.kernels.optimized_layer import OptimizedLayer
 from nanovllm.kernels.sampler_fields import has_unknown_fields
 from nanovllm.layers.sampler import Sampler
 
-# Not tuned on a GPU.
-_BLOCK = 4096  # tokens of the vocabulary that a program holds at a time
+# Tokens of the vocabulary in a program: 16 for each thread. To filter, a thread has 8, each with 16
+# possible digits in registers.
+_BLOCK = 4096
 _FILTER_BLOCK = 2048
 _NUM_WARPS = 8
 # Digits of 4 bits that a logit of these dtypes can have as float32.
