@@ -3,6 +3,7 @@
 Without a GPU, a stand-in for a graph calls the captured function again on the static batch.
 """
 
+import gc
 import random
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -307,6 +308,7 @@ def test_engines_in_several_threads_capture_in_turn(monkeypatch):
     def step():
         sleep(0.01)
         assert len(active) == 1
+        assert not gc.isenabled()  # it could unload a Triton module
 
     monkeypatch.setattr(torch.cuda, "graph", graph)
     monkeypatch.setattr(graphs, "CUDAGraph", object)
@@ -314,6 +316,7 @@ def test_engines_in_several_threads_capture_in_turn(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     with ThreadPoolExecutor() as pool:
         assert len(list(pool.map(graphs.capture, [step] * 3, [None] * 3, [None] * 3))) == 3
+    assert gc.isenabled()
 
 
 @pytest.fixture

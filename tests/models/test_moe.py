@@ -100,5 +100,5 @@ def test_steps_with_experts_run_eager(monkeypatch):
         model = replace(SPEC, mlp_only_layers=dense_layers).make_model(attention)
         model.forward = lambda batch: torch.ones(len(batch.logits_indices), 1)
         batch = make_batch([1], [1], torch.zeros(1, 4, dtype=torch.int32))
-        captured = capture_on_the_cpu(monkeypatch, model, backend, [batch])
+        captured = capture_on_the_cpu(monkeypatch, model, backend, batch)
         assert (captured is not None) == is_captured
