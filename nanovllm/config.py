@@ -15,6 +15,7 @@ from nanovllm.utils.checks import (
     check_choice,
     check_fraction,
     check_int,
+    check_number,
     check_str,
     check_type,
     checked,
@@ -62,6 +63,12 @@ class Config(Checked):
         policy: "mixed": decodes and chunks of prompts share a step. "prefill_first": a step has
             whole prompts or decodes, as in the vLLM V0 engine. engine/scheduler.py lists the names
             in POLICIES.
+        kv_offloading_size: GiB of RAM for K/V that the KV cache evicts. A later prompt with the
+            same prefix reads them instead of computing them. None or 0: no such RAM.
+        kv_cache_dir: A folder for K/V of prefixes, which survive the engine. Engines of the same
+            model can share it. It holds the tokens of prompts, so only its owner should read it.
+        kv_cache_dir_size: GiB that all files in kv_cache_dir may take. The least recently used ones
+            are deleted.
         enforce_eager: Disable CUDA graphs.
         enable_kernels: False: run only the plain torch code of layers/ and models/, for reading and
             debugging. Attention is then "torch".
@@ -97,6 +104,11 @@ class Config(Checked):
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     policy: str = checked("mixed", check_str)
+    kv_offloading_size: float | None = checked(None, check_number, 0.0, 2.0**20)
+    kv_cache_dir: str | os.PathLike[str] | None = checked(
+        None, check_type, (str, os.PathLike), "a folder's path"
+    )
+    kv_cache_dir_size: float = checked(10.0, check_number, 0.0, 2.0**20)
     enforce_eager: bool = False
     enable_kernels: bool = True
     attention_backend: Literal["auto", "flash_attn", "triton", "cpp", "torch"] = "auto"
@@ -117,13 +129,18 @@ class Config(Checked):
                 f"attention_backend={self.attention_backend!r} needs enable_kernels=True:"
                 " set it, or use attention_backend='torch'"
             )
+        if self.kv_offloading_size and self.kv_cache_dir:
+            raise ValueError(
+                "kv_offloading_size and kv_cache_dir exclude each other: set one of them (the"
+                " operating system keeps files of kv_cache_dir in RAM)"
+            )
         if not self.enable_chunked_prefill:
             object.__setattr__(self, "policy", "prefill_first")
 
     @property
     def needs(self) -> list[str]:
         """The options that are set and need a feature of the engine."""
-        names = ("num_speculative_tokens", "trace")
+        names = ("num_speculative_tokens", "kv_offloading_size", "kv_cache_dir", "trace")
         return [name for name in names if getattr(self, name)]
 
 

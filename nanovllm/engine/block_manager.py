@@ -105,8 +105,8 @@ class BlockManager:
 
     def find_block(self, seq: Sequence, index: int) -> Block | None:
         """Find the cached block with the K/V of block `index` of `seq`, if there is one."""
-        block_id = self.hash_to_block_id.get(self._hash(seq, index))
-        if block_id is None or self.blocks[block_id].token_ids != self._tokens(seq, index):
+        block_id = self.hash_to_block_id.get(self.hash_block(seq, index))
+        if block_id is None or self.blocks[block_id].token_ids != self.get_tokens(seq, index):
             return None  # a miss, or a hash collision
         return self.blocks[block_id]
 
@@ -178,13 +178,13 @@ class BlockManager:
         """
         if not self.enable_prefix_caching:
             return
-        block_hash = self._hash(seq, index)
+        block_hash = self.hash_block(seq, index)
         block = self.blocks[block_id]
         block.is_duplicate = self.hash_to_block_id.get(block_hash, block_id) != block_id
         if block_hash in self.hash_to_block_id:
             return
         block.hash = block_hash
-        block.token_ids = self._tokens(seq, index)
+        block.token_ids = self.get_tokens(seq, index)
         self.hash_to_block_id[block_hash] = block_id
         if self.blocked is not None and block_hash in self.blocked[2]:
             self.blocked = None  # its sequence may fit now
@@ -238,14 +238,20 @@ class BlockManager:
             if cached_id is not None and cached_id in self.free_block_ids:
                 self.free_block_ids.move_to_end(cached_id)
 
-    def _tokens(self, seq: Sequence, index: int) -> list[int]:
+    def find_root(self, cache_salt: str | None) -> int:
+        """Return where the chain of sequences with this salt starts."""
+        if cache_salt is None:
+            return self.root_hash
+        return self.compute_hash(list(cache_salt.encode()), self.root_hash)
+
+    def get_tokens(self, seq: Sequence, index: int) -> list[int]:
         start = index * self.block_size
         return seq.token_ids[start : start + self.block_size]
 
-    def _hash(self, seq: Sequence, index: int) -> int:
+    def hash_block(self, seq: Sequence, index: int) -> int:
         """Return the chained hash of a full block of `seq`, and keep it in `block_hashes`."""
         hashes = seq.block_hashes
         while len(hashes) <= index:
-            prefix = hashes[-1] if hashes else self.root_hash
-            hashes.append(self.compute_hash(self._tokens(seq, len(hashes)), prefix))
+            prefix = hashes[-1] if hashes else self.find_root(seq.params.cache_salt)
+            hashes.append(self.compute_hash(self.get_tokens(seq, len(hashes)), prefix))
         return hashes[index]

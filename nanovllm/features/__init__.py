@@ -3,6 +3,7 @@
 speculation/          draft tokens by prompt lookup, and when they pay
 structured_outputs/   text that follows a JSON schema, a regex or a grammar
 recurrent_states.py   states instead of K/V (Qwen3.5): slots and snapshots
+kv_store/             K/V of prefixes in RAM or in a folder, beyond the KV cache
 windows.py            sliding windows (Gemma 3, Mistral): a second pool of blocks
 prompt_logprobs.py    log probabilities of the prompt's own tokens
 beam_search.py        beam search

@@ -25,7 +25,7 @@ step.
 """
 
 from collections import OrderedDict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -45,7 +45,8 @@ class Slots:
 
     read: int = ZEROS
     write: int = ZEROS
-    snapshot_position: int = 0  # tokens after which the state is kept for other sequences
+    # Tokens after which the state is kept for other sequences.
+    snapshot_positions: list[int] = field(default_factory=list)
     end: int = 0  # tokens after which the current step writes the state, those of a draft included
 
 
@@ -62,6 +63,7 @@ class RecurrentStates(Feature):
             return False
         self.state_slots = StateSlots(engine.config, engine.scheduler.max_num_seqs)
         self.snapshot_slots = self.state_slots.snapshots
+        self.keeps_prompts = False  # whether each prompt leaves a snapshot, for a store
         return super().start(engine)
 
     def reset(self) -> None:
@@ -77,7 +79,11 @@ class RecurrentStates(Feature):
         """Cut `prefix` where it ends at a snapshot."""
         slots = self.slots.setdefault(seq, Slots())
         if seq.num_cached_tokens is None:  # after a preemption, the prefix is the sequence's own
-            slots.snapshot_position = len(prefix) * self.scheduler.block_size
+            block_size = self.scheduler.block_size
+            slots.snapshot_positions = [len(prefix) * block_size]
+            if self.keeps_prompts:
+                last_block = (len(seq.token_ids) - 1) // block_size
+                slots.snapshot_positions.append(last_block * block_size)
         reusable = list(prefix)
         while reusable and reusable[-1].hash not in self.snapshots:
             reusable.pop()
@@ -88,7 +94,8 @@ class RecurrentStates(Feature):
 
         Those behind it wait for this step, too, because admission is first come, first served.
         """
-        return self._find_snapshot_hash(seq) not in self.new_snapshots
+        positions = self.slots[seq].snapshot_positions
+        return all([self._find_hash(seq, each) not in self.new_snapshots for each in positions])
 
     def admitted(self, seq: Sequence) -> None:
         slots = self.slots[seq]
@@ -101,38 +108,41 @@ class RecurrentStates(Feature):
             self.snapshots.move_to_end(block_hash)
 
     def limit_tokens(self, seq: Sequence, num_tokens: int) -> int:
-        distance = self.slots[seq].snapshot_position - seq.num_computed_tokens
-        if 0 < distance <= num_tokens and self._begin_snapshot(seq):
-            return distance
+        for position in self.slots[seq].snapshot_positions:
+            distance = position - seq.num_computed_tokens
+            if 0 < distance <= num_tokens and self._begin_snapshot(seq, position):
+                return distance
         return num_tokens
 
-    def _begin_snapshot(self, seq: Sequence) -> bool:
+    def _begin_snapshot(self, seq: Sequence, position: int) -> bool:
         """Let the current step of `seq` write a snapshot.
 
-        It takes an empty slot, or evicts the least recently used snapshot. Return False if there is
-        such a snapshot already, or if all slots are in use.
+        Return False if there is such a snapshot already, or if all slots are in use.
         """
-        block_hash = self._find_snapshot_hash(seq)
+        block_hash = self._find_hash(seq, position)
         if block_hash in self.snapshots or block_hash in self.new_snapshots:
             return False
-        in_use = {self.slots[each].read for each in self.scheduler.running}
-        empty = [slot for slot in self.empty_slots if slot not in in_use]
-        evictable = [each for each, slot in self.snapshots.items() if slot not in in_use]
-        if empty:
-            slot = empty[0]
-            self.empty_slots.remove(slot)
-        elif evictable:
-            slot = self.snapshots.pop(evictable[0])
-        else:
+        slot = self.take_slot()
+        if slot is None:
             return False
         self.slots[seq].write = slot
         self.new_snapshots[block_hash] = slot
         return True
 
-    def _find_snapshot_hash(self, seq: Sequence) -> int:
-        """The hash of the last block before snapshot_position, or -1 if no snapshot is wanted."""
-        num_blocks = self.slots[seq].snapshot_position // self.scheduler.block_size
-        return seq.block_hashes[num_blocks - 1] if num_blocks > 0 else -1
+    def take_slot(self) -> int | None:
+        """Take an empty slot, or that of the least recently used snapshot. None if all are used."""
+        in_use = {self.slots[each].read for each in self.scheduler.running}
+        empty = [slot for slot in self.empty_slots if slot not in in_use]
+        evictable = [each for each, slot in self.snapshots.items() if slot not in in_use]
+        if empty:
+            self.empty_slots.remove(empty[0])
+            return empty[0]
+        return self.snapshots.pop(evictable[0]) if evictable else None
+
+    def _find_hash(self, seq: Sequence, position: int) -> int:
+        """The hash of the last block before `position`, or -1 if there is none."""
+        index = position // self.scheduler.block_size - 1
+        return self.scheduler.block_manager.hash_block(seq, index) if index >= 0 else -1
 
     def planned(self, step: Step) -> None:
         for seq, num_tokens, num_logits in step:

@@ -144,6 +144,15 @@ def draw_options(rng: random.Random) -> dict[str, Any]:
     }
 
 
+def draw_store(rng: random.Random, folder: Path) -> dict[str, Any]:
+    """A store of many blocks or of few, or a folder that all engines share."""
+    size = rng.choice([2**-13, 2**-10, 1.0])  # GiB
+    kind = rng.choice(["none", "kv_offloading_size", "kv_cache_dir"])
+    if kind == "kv_cache_dir":
+        return {"kv_cache_dir": folder, "kv_cache_dir_size": size}
+    return {kind: size} if kind != "none" else {}
+
+
 class Case:
     """What a seed draws, and the outputs that are expected."""
 
@@ -160,6 +169,8 @@ class Case:
         has_states = self.model.startswith(("qwen3.5", "qwen3-next"))
         if not has_states and num_ranks == 1 and rng.random() < 0.3:
             self.options["model_impl"] = "transformers"
+        if self.options["enable_prefix_caching"] and num_ranks == 1:
+            self.options |= draw_store(random.Random(seed), models.directory / "kv")
         prefixes = [rng.choices(range(VOCAB_SIZE), k=24) for _ in range(2)]
         prefixes.append(rng.choices(range(VOCAB_SIZE), k=4) * 6)
         self.jobs = [(draw_prompt(rng, prefixes), draw_params(rng)) for _ in range(5)]
