@@ -226,6 +226,12 @@ def plan_oddly(self, step):
             "",
         ),
         (serve_busily, {}, plan_oddly, "oldest.*preempted"),
+        (
+            serve_busily,
+            {"kv_offloading_size": 1.0},
+            plan,
+            "K/V of . that the pool has evicted come back to block",
+        ),
         (serve_busily, WITH_STATES, plan, "K/V of the first 12 tokens of B, but not the state"),
         (
             serve_drafts,

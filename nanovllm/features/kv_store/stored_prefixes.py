@@ -89,7 +89,7 @@ class StoredPrefixes(Feature):
     def begin_step(self) -> None:
         self.num_bytes_left = _BYTES_PER_STEP
         self.waiting_for: Sequence | None = None  # the rest of its blocks
-        self.restored: list[tuple[int, str]] = []  # blocks, with their hashes
+        self.restored: list[tuple[int, int, int, str, str]] = []  # as `describe` explains them
 
     def limit_prefix(self, seq: Sequence, prefix: list[Block]) -> list[Block]:
         """Restore what is stored behind `prefix`, and return the longer prefix."""
@@ -167,7 +167,8 @@ class StoredPrefixes(Feature):
         self.num_bytes_left -= kind.num_bytes
         if kind is self.blocks:
             self.num_restored_tokens += pool.block_size
-            self.restored.append((block_id, f"{block_hash:032x}"))
+            parent = f"{seq.block_hashes[index - 1]:032x}" if index > 0 else ""
+            self.restored.append((block_id, seq.seq_id, index, f"{block_hash:032x}", parent))
         return pool.blocks[block_id]
 
     def may_start(self, seq: Sequence) -> bool:
@@ -217,6 +218,7 @@ class StoredPrefixes(Feature):
         }
 
     def describe(self, step: Step) -> tuple[Facts, dict[Sequence, Facts]]:
+        """List restored blocks: id, sequence, logical block, hash, and the hash before it."""
         return {"restored_blocks": self.restored}, {}
 
 
