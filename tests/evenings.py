@@ -91,9 +91,10 @@ EVENINGS = (
         scene="step 3 of timeline.html: which blocks are shared, cached, or duplicates",
         reading=("nanovllm/engine/block_manager.py",),
         functions="""
-            nanovllm.engine.block_manager:BlockManager._tokens
+            nanovllm.engine.block_manager:BlockManager.get_tokens
             nanovllm.engine.block_manager:BlockManager.compute_hash
-            nanovllm.engine.block_manager:BlockManager._hash
+            nanovllm.engine.block_manager:BlockManager.find_root
+            nanovllm.engine.block_manager:BlockManager.hash_block
             nanovllm.engine.block_manager:BlockManager.cache_block
             nanovllm.engine.block_manager:BlockManager.cache_full_blocks
             nanovllm.engine.block_manager:BlockManager.uncache
@@ -198,6 +199,7 @@ EVENINGS = (
             nanovllm.features.recurrent_states:RecurrentStates.limit_prefix
             nanovllm.features.recurrent_states:RecurrentStates.limit_tokens
             nanovllm.features.recurrent_states:RecurrentStates._begin_snapshot
+            nanovllm.features.recurrent_states:RecurrentStates.take_slot
             nanovllm.features.recurrent_states:RecurrentStates.planned
             nanovllm.features.recurrent_states:RecurrentStates.advanced
         """.split(),

@@ -57,13 +57,13 @@ class RecurrentStates(Feature):
     """
 
     serves = "recurrent states"
+    keeps_prompts = False  # whether each prompt leaves a snapshot, which a store can keep
 
     def start(self, engine: LLMEngine) -> bool:
         if not engine.executor.worker.spec.has_states:
             return False
         self.state_slots = StateSlots(engine.config, engine.scheduler.max_num_seqs)
         self.snapshot_slots = self.state_slots.snapshots
-        self.keeps_prompts = False  # whether each prompt leaves a snapshot, for a store
         return super().start(engine)
 
     def reset(self) -> None:

@@ -55,6 +55,18 @@ def find_hits(manager, *token_ids):
 # --- prefix caching
 
 
+def test_salts_divide_the_cache():
+    manager = BlockManager(10, BLOCK_SIZE)
+    hashes = []
+    for salt in (None, "a", "b", "a"):
+        seq = Sequence(0, [1, 2, 3], SamplingParams(cache_salt=salt))
+        hashes.append(manager.hash_block(seq, 0))
+    root = manager.compute_hash([ord("a")], manager.root_hash)
+    assert hashes[:2] == [manager.compute_hash([1, 2], each) for each in (manager.root_hash, root)]
+    assert len(set(hashes)) == 3
+    assert hashes[3] == hashes[1]
+
+
 def test_equal_prefixes_share_their_full_blocks():
     manager = BlockManager(10, BLOCK_SIZE)
     assert serve(manager, 1, 2, 3, 4, 5).block_table == [0, 1, 2]

@@ -113,6 +113,7 @@ def test_a_state_is_read_where_it_was_written(policy, has_drafts):
             budget=rng.randint(30, 40) if policy is PrefillFirstScheduler else rng.randint(3, 40),
             propose=propose if has_drafts else None,
         )
+        engine.states.keeps_prompts = rng.random() < 0.3
         seqs = []
         for _ in range(14):
             prefix = [rng.randint(0, 1)] * rng.choice([3, 8, 17])
@@ -137,6 +138,14 @@ def test_a_state_is_read_where_it_was_written(policy, has_drafts):
 def test_the_second_sequence_leaves_the_snapshot(budget):
     engine = Engine(budget=budget)
     assert [engine.serve([*X, index]) for index in range(4)] == [0, 0, 16, 16]
+
+
+@pytest.mark.parametrize("budget", [64, 7])
+def test_each_prompt_can_leave_a_snapshot_at_its_last_full_block(budget):
+    engine = Engine(budget=budget)
+    engine.states.keeps_prompts = True
+    prompts = [[*X, 1, 2], [*X, 3], [*X, 4, *X, 5], [*X, 4, *X, 6], [*X, 1, 2]]
+    assert [engine.serve(prompt) for prompt in prompts] == [0, 16, 16, 32, 16]
 
 
 @pytest.mark.parametrize("num_blocks", [8, 9, 10, 11])

@@ -23,7 +23,6 @@ from typing import Any, TypeVar
 import torch
 import transformers
 
-from nanovllm import __version__
 from nanovllm.checkpoints.tensor_files import list_files
 from nanovllm.engine.block_manager import Block, BlockManager
 from nanovllm.engine.feature import Facts, Feature
@@ -275,7 +274,7 @@ def describe_model(engine: LLMEngine, folder: Path) -> dict[str, Any]:
         weights = hash_files(sorted(list_files(engine.directory)), folder / "files.json")
     return {
         "format": _FORMAT,
-        "versions": [__version__, transformers.__version__],
+        "transformers": transformers.__version__,
         "weights": weights,
         "config.json": (engine.directory / "config.json").read_text(),
         "options": [str(worker.spec.dtype), config.quantization, config.max_model_len],
