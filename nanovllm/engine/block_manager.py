@@ -242,7 +242,8 @@ class BlockManager:
         """Return where the chain of sequences with this salt starts."""
         if cache_salt is None:
             return self.root_hash
-        return self.compute_hash(list(cache_salt.encode()), self.root_hash)
+        salt = cache_salt.encode("utf-8", "surrogatepass")  # JSON can hold lone surrogates
+        return self.compute_hash(list(salt), self.root_hash)
 
     def get_tokens(self, seq: Sequence, index: int) -> list[int]:
         start = index * self.block_size
