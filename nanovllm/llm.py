@@ -17,7 +17,7 @@ from nanovllm.features.prompt_logprobs import PromptScores
 from nanovllm.features.recurrent_states import RecurrentStates
 from nanovllm.features.speculation.drafts import Drafts
 from nanovllm.features.structured_outputs.grammars import StructuredOutputs
-from nanovllm.features.thread_safety import ThreadSafeEngine
+from nanovllm.features.weight_updates import UpdatableEngine
 from nanovllm.features.windows import Windows
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.chat_template import Message, Tool, render_chats
@@ -50,7 +50,7 @@ def list_prompts(prompts: Any) -> Sequence[Any]:
     return prompts if are_many else [prompts]
 
 
-class LLM(ThreadSafeEngine):
+class LLM(UpdatableEngine):
     """An engine for one model: LLM("Qwen/Qwen3-0.6B", max_model_len=2048).
 
     `Config` documents the options. Use it as a context manager, or call `exit()` at the end.

@@ -105,6 +105,47 @@ class TensorFiles:
                 )
         return stored
 
+    def has_same(self, given: "GivenTensors") -> bool:
+        """Return whether the tensors that both have are equal."""
+        for name in given.list_names():
+            if name in self:
+                tensor = given.open(name)
+                if not torch.equal(self.read(name).to(tensor), tensor):
+                    return False
+        return True
+
+
+class GivenTensors(TensorFiles):
+    """Tensors in memory, by the names that transformers gives them, in place of files.
+
+    Raises ValueError if two have one name.
+    """
+
+    def __init__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        self.directory = Path("update_weights")  # in messages
+        self._opened = set()
+        self._stored = {}
+        self._tensors: dict[str, Tensor] = {}
+        for stored_name, tensor in tensors:
+            name = normalize(stored_name)
+            if name in self._tensors:
+                raise ValueError(f"{stored_name} is given twice, or in two forms of its name")
+            self._tensors[name] = tensor.detach()
+            self._stored[name] = (self.directory, stored_name)
+
+    def list_names(self) -> list[str]:
+        return list(self._stored)
+
+    def open(
+        self, name: str, shape: list[int] | None = None, dtypes: Iterable[str] = FLOATS
+    ) -> Tensor:
+        tensor = self._tensors[name]
+        self._opened.add(name)
+        if not tensor.is_floating_point() or (shape is not None and list(tensor.shape) != shape):
+            found = f"{list(tensor.shape)} of {tensor.dtype}"
+            raise ValueError(f"tensor {name} is {found}, the model needs {shape} of floats")
+        return tensor
+
 
 def open_weights(directory: Path, load_format: str) -> TensorFiles | None:
     """Open the tensors of a checkpoint. None: dummy weights need no files."""

@@ -19,6 +19,7 @@ override it, in order, and know none of them by name:
     advanced                                 the step's tokens count as computed
     recorded                                 the sampled tokens are appended
     releasing, finished, reset               can also come between steps
+    weights_changed                          only comes between steps
 
 If steps overlap, `advanced` of a step comes before its `sampled` and `recorded`, and between these
 the next step is planned. A feature that cannot work in this way sets `can_overlap` to False.
@@ -150,6 +151,9 @@ class Feature:
 
     def finished(self, seq: Sequence, reason: FinishReason) -> None:
         """A sequence has ended, within a step or between two."""
+
+    def weights_changed(self, is_original: bool) -> None:
+        """The model has new weights, or again those of the checkpoint. `reset` has come before."""
 
     def exit(self) -> None:
         """The engine ends, or has not started. A second call has no effect."""

@@ -72,7 +72,6 @@ class LLMEngine:
             model_impl=config.model_impl,
         )
         check_served(config.needs + spec.needs, features)
-        self.directory = checkpoint.directory
         self.tokenizer = checkpoint.tokenizer
         # Ids above the vocabulary cannot be sampled.
         self.eos_token_ids = frozenset(i for i in checkpoint.eos_token_ids if i < spec.vocab_size)

@@ -7,5 +7,6 @@ kv_store/             K/V of prefixes in RAM or in a folder, beyond the KV cache
 windows.py            sliding windows (Gemma 3, Mistral): a second pool of blocks
 prompt_logprobs.py    log probabilities of the prompt's own tokens
 beam_search.py        beam search
+weight_updates.py     new weights in a running engine, and an engine that sleeps
 thread_safety.py      several threads, signal handlers, interrupts
 """

@@ -14,6 +14,7 @@ from torch import Tensor
 from nanovllm.batch.batch import Batch, make_batch
 from nanovllm.batch.packing import copy_to
 from nanovllm.layers.sampler import Sampler, make_sampling_batch
+from nanovllm.models.decoder import CausalLM
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.helpers import cdiv
 from nanovllm.worker.state_slots import FIRST_LANE, ZEROS
@@ -74,7 +75,7 @@ def find_largest_step(worker: Worker) -> list[int]:
     return query_lens
 
 
-def run_test_steps(worker: Worker) -> None:
+def run_test_steps(worker: Worker, model: CausalLM) -> None:
     """Compute a prompt beside a decode, then two decodes, and then one, for self-tests.
 
     The steps have caches of their own, with random K/V and states. Each sequence has blocks and a
@@ -98,7 +99,7 @@ def run_test_steps(worker: Worker) -> None:
             [(first_id + i) % worker.spec.vocab_size for i in range(sum(query_lens))],
             state_slots=np.arange(num_seqs, dtype=np.int32),
         )
-        worker.model(copy_to(batch, worker.device), caches)
+        model(copy_to(batch, worker.device), caches)
 
 
 def sample_test_rows(sampler: Sampler, dtype: torch.dtype) -> None:

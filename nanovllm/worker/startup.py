@@ -19,6 +19,7 @@ from torch import Tensor
 from nanovllm.batch.batch import Batch
 from nanovllm.config import Config
 from nanovllm.models import weights
+from nanovllm.models.decoder import CausalLM
 from nanovllm.models.spec import ModelSpec
 from nanovllm.utils.checks import naming
 from nanovllm.worker.cache_plan import (
@@ -50,7 +51,10 @@ def start_worker(worker: Worker, sample: Callable[[Tensor], object]) -> None:
     worker.report(f"weights: {show_bytes(weights.count_bytes(worker.model))}")
     is_given = config.num_kvcache_blocks is not None or config.kvcache_memory_bytes is not None
     on_gpu = worker.device.type == "cuda"
-    optimize(worker)
+    names = optimize(worker, worker.model)
+    if names:
+        advice = "enable_kernels=False runs layers/ and models/ as written"
+        worker.report(f"optimized layers: {', '.join(names)}; {advice}")
     if on_gpu and not is_given:
         sample(profile(worker))
     fill_memory(worker)
@@ -68,16 +72,14 @@ def serve_rank(config: Config, spec: ModelSpec, directory: Path, place: Place) -
 
 
 @torch.inference_mode(False)  # so that weights which are converted stay ordinary tensors
-def optimize(worker: Worker) -> None:
-    """Replace layers by optimized ones."""
+def optimize(worker: Worker, model: CausalLM) -> list[str]:
+    """Replace layers by optimized ones. Return the names of their classes."""
     if worker.kernels is None:
-        return
-    run = (lambda: run_test_steps(worker)) if worker.device.type == "cuda" else None
-    names = worker.kernels.kernelize(worker.model, worker.device, worker.spec.dtype, run)
+        return []
+    run = (lambda: run_test_steps(worker, model)) if worker.device.type == "cuda" else None
+    names = worker.kernels.kernelize(model, worker.device, worker.spec.dtype, run)
     release_free_memory()  # of the weights that were replaced
-    if names:
-        advice = "enable_kernels=False runs layers/ and models/ as written"
-        worker.report(f"optimized layers: {', '.join(names)}; {advice}")
+    return names
 
 
 def profile(worker: Worker) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nanovllm.batch.batch import Batch
 from nanovllm.batch.packing import copy_to, pack, unpack
-from nanovllm.checkpoints.tensor_files import open_weights
+from nanovllm.checkpoints.tensor_files import TensorFiles, open_weights
 from nanovllm.config import MAX_DRAFT_STEP, Config
 from nanovllm.layers import attention
 from nanovllm.layers.tensor_parallel import ALONE
@@ -48,6 +48,7 @@ class Worker:
         """`place` is None if there is only one rank."""
         self.config = config
         self.spec = spec
+        self.directory = directory
         self.max_model_len = config.max_model_len or min(spec.max_len, _DEFAULT_MAX_MODEL_LEN)
         if self.max_model_len > spec.max_len:
             raise ValueError(
@@ -82,7 +83,7 @@ class Worker:
                 )
             # Measures what this rank takes of a GPU's memory, from here on.
             self.meter = MemoryMeter(self.device) if self.device.type == "cuda" else None
-            self.model = self.load_model(directory)
+            self.model = self.load_model(open_weights(directory, config.load_format))
         self.plan = CachePlan()  # the sizes of the KV cache, which startup.py allocates
         self.kv_caches: list[Tensor] = []  # each layer's K/V or states
         self.graphs: CudaGraphs | None = None
@@ -90,12 +91,11 @@ class Worker:
         # written on rank 0. CUDA graphs read its fixed address.
         self.newest_tokens = torch.zeros(self.max_num_logits, dtype=torch.int32, device=self.device)
 
-    def load_model(self, directory: Path) -> CausalLM:
-        """Make this rank's share of the model, with its weights."""
+    def load_model(self, files: TensorFiles | None) -> CausalLM:
+        """Make this rank's share of the model, with its weights. None: dummy weights."""
         with torch.device("cpu"):  # safetensors reads there, whatever the caller's default is
-            files = open_weights(directory, self.config.load_format)
             # torch raises RuntimeError where a tensor's size overflows.
-            with naming(directory / "config.json", RuntimeError, MemoryError):
+            with naming(self.directory / "config.json", RuntimeError, MemoryError):
                 model = weights.make_model(self.spec, self.backend, files, self.tp)
                 check_memory(weights.count_bytes(model), self.device)
             weights.allocate(model, self.device)

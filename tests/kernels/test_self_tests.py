@@ -139,7 +139,9 @@ def test_no_right_layer_is_replaced(
     worker = llm.executor.worker
     use_triton()
     capfd.readouterr()
-    assert kernelize(worker.model, DEVICE, worker.spec.dtype, partial(run_test_steps, worker))
+    assert kernelize(
+        worker.model, DEVICE, worker.spec.dtype, partial(run_test_steps, worker, worker.model)
+    )
     assert not capfd.readouterr().err
 
 
@@ -213,7 +215,7 @@ def test_a_decode_that_does_not_store_keys_and_values_is_wrong(make_llm, stand_i
     worker = make_llm(device="cpu", enable_kernels=False).executor.worker
     stand_ins[layer].forward = forget_decodes
     capfd.readouterr()
-    kernelize(worker.model, CPU, torch.float32, partial(run_test_steps, worker))
+    kernelize(worker.model, CPU, torch.float32, partial(run_test_steps, worker, worker.model))
     assert f"{stand_ins[layer].__name__} is replaced by" in capfd.readouterr().err
 
 
@@ -281,7 +283,9 @@ def test_states_and_several_chunks_are_tested(hybrid, stand_ins, capfd, options,
         stand_ins[each] = type(f"Fast{each.__name__}", (OptimizedLayer, each), members)
     stand_ins[layer].forward = wrong
     capfd.readouterr()
-    names = kernelize(worker.model, CPU, torch.float32, partial(run_test_steps, worker))
+    names = kernelize(
+        worker.model, CPU, torch.float32, partial(run_test_steps, worker, worker.model)
+    )
     (message,) = capfd.readouterr().err.splitlines()
     assert f"Fast{layer.__name__} is replaced by {layer.__name__}" in message
     assert {"GatedDeltaRule", "RowParallelLinear"} - set(names) == {layer.__name__}

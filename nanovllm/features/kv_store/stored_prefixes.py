@@ -51,6 +51,7 @@ class StoredPrefixes(Feature):
 
     store: RamStore | FolderStore
     num_bytes: int  # the limit of the store
+    is_idle = False  # the folder has K/V of other weights
 
     def start(self, engine: LLMEngine) -> bool:
         config = engine.config
@@ -78,6 +79,12 @@ class StoredPrefixes(Feature):
         """Set `store` and `num_bytes`. Return False if there can be none."""
         raise NotImplementedError
 
+    def weights_changed(self, is_original: bool) -> None:
+        """A folder belongs to the checkpoint's weights. RAM has K/V of the last weights."""
+        self.is_idle = not is_original and isinstance(self.store, FolderStore)
+        if isinstance(self.store, RamStore):
+            self.store.clear()
+
     def find_feature(self, kind: type[FoundFeature]) -> FoundFeature | None:
         """Find a feature of this engine. They start after this one."""
         return next((each for each in self.features if isinstance(each, kind)), None)
@@ -96,6 +103,8 @@ class StoredPrefixes(Feature):
         num_shared = len([block for block in prefix if block.ref_count > 0])
         if cdiv(len(seq.token_ids), manager.block_size) - num_shared > len(manager.free_block_ids):
             return prefix  # the sequence will not be admitted
+        if self.is_idle:
+            return prefix
         start = len(prefix)
         end = (len(seq.token_ids) - 1) // manager.block_size
         states = self.find_feature(RecurrentStates)
@@ -175,7 +184,7 @@ class StoredPrefixes(Feature):
 
     def releasing(self, seq: Sequence) -> None:
         """Store what is computed. The tail comes first, as in an eviction."""
-        if seq.finish_reason == "error":
+        if self.is_idle or seq.finish_reason == "error":
             return
         manager = self.scheduler.block_manager
         states = self.find_feature(RecurrentStates)
@@ -271,12 +280,12 @@ def describe_model(engine: LLMEngine, folder: Path) -> dict[str, Any]:
     config = engine.config
     weights: Any = f"dummy, seed {config.seed}"
     if config.load_format != "dummy":
-        weights = hash_files(sorted(list_files(engine.directory)), folder / "files.json")
+        weights = hash_files(sorted(list_files(worker.directory)), folder / "files.json")
     return {
         "format": _FORMAT,
         "transformers": transformers.__version__,
         "weights": weights,
-        "config.json": (engine.directory / "config.json").read_text(),
+        "config.json": (worker.directory / "config.json").read_text(),
         "options": [str(worker.spec.dtype), config.quantization, config.max_model_len],
         "layers": sorted({type(layer).__qualname__ for layer in worker.model.modules()}),
         "attention": [worker.backend.NAME, worker.device.type],

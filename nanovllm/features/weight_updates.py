@@ -1,0 +1,176 @@
+"""New weights between two steps, and an engine that sleeps while a trainer needs its memory.
+
+    outputs = llm.generate(prompts, params)     logprobs are those of the current weights
+    llm.sleep()                                 releases the KV cache, and a GPU's weights
+    loss.backward(), optimizer.step()
+    llm.update_weights(model.state_dict())      transformers' names
+    llm.wake_up()
+
+Each call takes its turn between two steps, so a trainer need not pause the engine. A sequence is
+its tokens, and K/V are computed from them. An update therefore empties the KV cache, and running
+sequences are recomputed with the new weights. So a trainer, which computes log probabilities of a
+whole sequence with one set of weights, finds those that the engine reports for new tokens.
+
+A CPU prepacks weights, so new ones go to a new model, which replaces the old one when it is
+complete. On a GPU they are copied to the tensors whose addresses CUDA graphs have.
+"""
+
+import time
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from nanovllm.checkpoints.tensor_files import GivenTensors, TensorFiles, open_weights
+from nanovllm.config import Config
+from nanovllm.engine.feature import Feature
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.outputs import RequestOutput
+from nanovllm.engine.request import Inbox
+from nanovllm.features.thread_safety import ThreadSafeEngine
+from nanovllm.models import weights
+from nanovllm.utils.checks import check_choice
+from nanovllm.worker.cache_plan import CachePlan
+from nanovllm.worker.device import engine_settings
+from nanovllm.worker.startup import allocate_caches, optimize
+
+_ASLEEP = "the engine is asleep: call wake_up() first"
+_INCOMPLETE = "update_weights was interrupted, so the weights are incomplete: call it again"
+_POLL_INTERVAL = 0.01  # seconds between checks whether the engine is awake
+
+
+class UpdatableEngine(ThreadSafeEngine):
+    """An engine whose weights can be replaced, and which can sleep. It has one rank."""
+
+    def __init__(self, config: Config, features: Collection[Feature] = ()) -> None:
+        self._plan: CachePlan | None = None  # the size of the KV cache that `sleep` has released
+        super().__init__(config, features)
+
+    @property
+    def is_sleeping(self) -> bool:
+        return self._plan is not None
+
+    def update_weights(self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
+        """Replace all weights. Unfinished requests go on with the tokens that they have.
+
+        `tensors` have transformers' names, in any order, and any dtype of floats and device. Raises
+        ValueError, and changes nothing, for missing, unexpected, repeated or misshapen tensors.
+        """
+        self._take_turn(self._update_weights, dict_items(tensors))
+
+    def sleep(self, level: int = 1) -> None:
+        """Release the KV cache. Weights of a GPU move to the host, or with level 2 are dropped.
+
+        Calls that wait for outputs wait until `wake_up`. New ones raise RuntimeError.
+        """
+        check_choice("level", level, (1, 2))
+        self._take_turn(self._sleep, level)
+
+    def wake_up(self) -> None:
+        """End `sleep`. Weights that were dropped, and not updated, come from the checkpoint."""
+        self._take_turn(self._wake_up)
+
+    def reset_prefix_cache(self) -> None:
+        """Empty the prefix cache. Running sequences are recomputed."""
+        self._take_turn(self._empty_cache)
+
+    def step(self, inbox: Inbox | None = None) -> list[RequestOutput]:
+        outputs = None
+        while outputs is None:
+            outputs = self._take_turn(self._step_unless_asleep, inbox)
+            if outputs is None:
+                time.sleep(_POLL_INTERVAL)
+        return outputs
+
+    def _step_unless_asleep(self, inbox: Inbox | None) -> list[RequestOutput] | None:
+        """Step, or return None if a caller who waits for outputs has to wait for `wake_up`."""
+        if self.is_sleeping and inbox is not None:
+            return None
+        return LLMEngine.step(self, inbox)
+
+    def exit(self) -> None:
+        if self.is_sleeping:
+            self._plan = None
+            self.executor.stop_reason = None  # the reason is now that of exit()
+        super().exit()
+
+    def _empty_cache(self) -> None:
+        self.executor.raise_if_stopped()
+        with engine_settings(self.device):
+            self._complete()
+        self.scheduler.reset(self._list_requests())
+
+    def _check(self) -> None:
+        if self.config.tensor_parallel_size > 1:
+            raise ValueError("tensor_parallel_size must be 1 to update weights or to sleep")
+
+    def _update_weights(self, items: list[tuple[str, Tensor]]) -> None:
+        self._check()
+        worker = self.executor.worker
+        if worker.spec.quantization.format is not None:
+            raise ValueError("update_weights needs a checkpoint that is not stored quantized")
+        reason = self.executor.stop_reason
+        if reason not in (None, _ASLEEP, _INCOMPLETE):
+            raise RuntimeError(reason)
+        given = GivenTensors(items)
+        with engine_settings(self.device):
+            self._complete()
+        with engine_settings(self.device), torch.inference_mode(False):
+            if self.device.type == "cpu" or worker.model is None:
+                self._replace_model(given)
+            else:
+                plain = weights.make_model(worker.spec, worker.backend, given, worker.tp)
+                weights.load_checkpoint(plain, given)  # on `meta`, only to check the tensors
+                self.executor.stop_reason = _INCOMPLETE
+                weights.load_checkpoint(worker.model, given)
+        self.executor.stop_reason = None if reason == _INCOMPLETE else reason
+        self.scheduler.reset(self._list_requests())
+        if self.features.weights_changed:
+            stored = open_weights(worker.directory, self.config.load_format)
+            self._report_weights(is_original=stored is not None and stored.has_same(given))
+
+    def _replace_model(self, files: TensorFiles | None) -> None:
+        worker = self.executor.worker
+        model = worker.load_model(files)
+        optimize(worker, model)
+        worker.model = model
+
+    def _report_weights(self, is_original: bool) -> None:
+        for feature in self.features.weights_changed:
+            feature.weights_changed(is_original)
+
+    def _sleep(self, level: int) -> None:
+        self._check()
+        if self.is_sleeping:
+            return
+        self._empty_cache()
+        worker = self.executor.worker
+        self._plan = worker.plan
+        self.executor.stop_reason = _ASLEEP
+        with engine_settings(self.device):
+            allocate_caches(worker, CachePlan(), 0)
+            if level == 2:
+                worker.model = cast(Any, None)  # until an update, or wake_up
+            elif self.device.type == "cuda":
+                worker.model.to("cpu")
+            torch.cuda.empty_cache()
+
+    def _wake_up(self) -> None:
+        if self._plan is None:
+            return
+        worker = self.executor.worker
+        with engine_settings(self.device):
+            if worker.model is None:
+                with torch.inference_mode(False):
+                    self._replace_model(open_weights(worker.directory, self.config.load_format))
+                self._report_weights(is_original=True)
+            worker.model.to(self.device)
+            allocate_caches(worker, self._plan, self._plan.num_lanes)
+        self.executor.stop_reason = None
+        self._plan = None
+
+
+def dict_items(tensors: Any) -> list[tuple[str, Tensor]]:
+    """List the items of a state dict, or of an iterable, which is read to its end."""
+    return list(tensors.items() if isinstance(tensors, Mapping) else tensors)
