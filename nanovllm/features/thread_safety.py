@@ -86,7 +86,10 @@ class ThreadSafeEngine(LLMEngine):
 
     def exit(self) -> None:
         if self._process == os.getpid():  # a forked process owns nothing that could be released
-            self._take_turn(super().exit)
+            self._take_turn(self._exit)
+
+    def _exit(self) -> None:
+        super().exit()
 
     def _take_turn(self, call: Callable[..., Result], *args: Any) -> Result:
         """Run call(*args) under the lock, after a reset if the previous call was interrupted.

@@ -33,7 +33,8 @@ from nanovllm.models import weights
 from nanovllm.utils.checks import check_choice
 from nanovllm.worker.cache_plan import CachePlan
 from nanovllm.worker.device import engine_settings
-from nanovllm.worker.startup import allocate_caches, optimize
+from nanovllm.worker.memory import release_free_memory
+from nanovllm.worker.startup import allocate_caches, optimize, release_caches
 
 _ASLEEP = "the engine is asleep: call wake_up() first"
 _INCOMPLETE = "update_weights was interrupted, so the weights are incomplete: call it again"
@@ -57,7 +58,15 @@ class UpdatableEngine(ThreadSafeEngine):
         `tensors` have transformers' names, in any order, and any dtype of floats and device. Raises
         ValueError, and changes nothing, for missing, unexpected, repeated or misshapen tensors.
         """
-        self._take_turn(self._update_weights, dict_items(tensors))
+        worker = self.executor.worker
+        self._check_one_rank()
+        if worker.spec.quantization.format is not None:
+            raise ValueError("update_weights needs a checkpoint that is not stored quantized")
+        given = GivenTensors(tensors.items() if isinstance(tensors, Mapping) else tensors)
+        with torch.inference_mode(False):  # on `meta`, to find what does not match
+            model = weights.make_model(worker.spec, worker.backend, given, worker.tp)
+            weights.load_checkpoint(model, given)
+        self._take_turn(self._update_weights, given)
 
     def sleep(self, level: int = 1) -> None:
         """Release the KV cache. Weights of a GPU move to the host, or with level 2 are dropped.
@@ -65,6 +74,7 @@ class UpdatableEngine(ThreadSafeEngine):
         Calls that wait for outputs wait until `wake_up`. New ones raise RuntimeError.
         """
         check_choice("level", level, (1, 2))
+        self._check_one_rank()
         self._take_turn(self._sleep, level)
 
     def wake_up(self) -> None:
@@ -89,11 +99,11 @@ class UpdatableEngine(ThreadSafeEngine):
             return None
         return LLMEngine.step(self, inbox)
 
-    def exit(self) -> None:
+    def _exit(self) -> None:
         if self.is_sleeping:
             self._plan = None
-            self.executor.stop_reason = None  # the reason is now that of exit()
-        super().exit()
+            self.executor.stop_reason = None  # so that exit() gives the reason
+        super()._exit()
 
     def _empty_cache(self) -> None:
         self.executor.raise_if_stopped()
@@ -101,27 +111,21 @@ class UpdatableEngine(ThreadSafeEngine):
             self._complete()
         self.scheduler.reset(self._list_requests())
 
-    def _check(self) -> None:
+    def _check_one_rank(self) -> None:
         if self.config.tensor_parallel_size > 1:
             raise ValueError("tensor_parallel_size must be 1 to update weights or to sleep")
 
-    def _update_weights(self, items: list[tuple[str, Tensor]]) -> None:
-        self._check()
+    def _update_weights(self, given: GivenTensors) -> None:
         worker = self.executor.worker
-        if worker.spec.quantization.format is not None:
-            raise ValueError("update_weights needs a checkpoint that is not stored quantized")
         reason = self.executor.stop_reason
         if reason not in (None, _ASLEEP, _INCOMPLETE):
             raise RuntimeError(reason)
-        given = GivenTensors(items)
         with engine_settings(self.device):
             self._complete()
         with engine_settings(self.device), torch.inference_mode(False):
             if self.device.type == "cpu" or worker.model is None:
                 self._replace_model(given)
             else:
-                plain = weights.make_model(worker.spec, worker.backend, given, worker.tp)
-                weights.load_checkpoint(plain, given)  # on `meta`, only to check the tensors
                 self.executor.stop_reason = _INCOMPLETE
                 weights.load_checkpoint(worker.model, given)
         self.executor.stop_reason = None if reason == _INCOMPLETE else reason
@@ -141,7 +145,6 @@ class UpdatableEngine(ThreadSafeEngine):
             feature.weights_changed(is_original)
 
     def _sleep(self, level: int) -> None:
-        self._check()
         if self.is_sleeping:
             return
         self._empty_cache()
@@ -149,12 +152,12 @@ class UpdatableEngine(ThreadSafeEngine):
         self._plan = worker.plan
         self.executor.stop_reason = _ASLEEP
         with engine_settings(self.device):
-            allocate_caches(worker, CachePlan(), 0)
             if level == 2:
                 worker.model = cast(Any, None)  # until an update, or wake_up
-            elif self.device.type == "cuda":
+            else:
                 worker.model.to("cpu")
-            torch.cuda.empty_cache()
+            release_caches(worker)
+        release_free_memory()
 
     def _wake_up(self) -> None:
         if self._plan is None:
@@ -169,8 +172,3 @@ class UpdatableEngine(ThreadSafeEngine):
             allocate_caches(worker, self._plan, self._plan.num_lanes)
         self.executor.stop_reason = None
         self._plan = None
-
-
-def dict_items(tensors: Any) -> list[tuple[str, Tensor]]:
-    """List the items of a state dict, or of an iterable, which is read to its end."""
-    return list(tensors.items() if isinstance(tensors, Mapping) else tensors)

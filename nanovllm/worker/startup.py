@@ -163,16 +163,19 @@ def make_step(worker: Worker) -> Callable[[Batch], Tensor]:
     return lambda batch: model(fill_pending(batch, newest_tokens), kv_caches)
 
 
+def release_caches(worker: Worker) -> None:
+    worker.graphs = None
+    worker.kv_caches = []
+    torch.cuda.empty_cache()  # no effect without a GPU
+
+
 def allocate_caches(worker: Worker, plan: CachePlan, max_num_seqs: int) -> None:
     """Replace the KV cache by one of this size.
 
     Where there is a GPU, capture CUDA graphs of short steps, which read the cache, for up to
     `max_num_seqs` sequences.
     """
-    # Release the old ones before the new ones are allocated.
-    worker.graphs = None
-    worker.kv_caches = []
-    torch.cuda.empty_cache()  # no effect without a GPU
+    release_caches(worker)
     problem = (
         f"no memory for {plan.num_blocks} blocks of {worker.block_size} tokens: lower"
         " num_kvcache_blocks, kvcache_block_size, kvcache_memory_bytes or max_num_seqs"
