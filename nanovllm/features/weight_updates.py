@@ -16,22 +16,19 @@ complete. On a GPU they are copied to the tensors whose addresses CUDA graphs ha
 """
 
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from nanovllm.checkpoints.tensor_files import GivenTensors, TensorFiles, open_weights
-from nanovllm.config import Config
-from nanovllm.engine.feature import Feature
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.outputs import RequestOutput
 from nanovllm.engine.request import Inbox
 from nanovllm.features.thread_safety import ThreadSafeEngine
 from nanovllm.models import weights
 from nanovllm.utils.checks import check_choice
-from nanovllm.worker.cache_plan import CachePlan
 from nanovllm.worker.device import engine_settings
 from nanovllm.worker.memory import release_free_memory
 from nanovllm.worker.startup import allocate_caches, optimize, release_caches
@@ -44,13 +41,7 @@ _POLL_INTERVAL = 0.01  # seconds between checks whether the engine is awake
 class UpdatableEngine(ThreadSafeEngine):
     """An engine whose weights can be replaced, and which can sleep. It has one rank."""
 
-    def __init__(self, config: Config, features: Collection[Feature] = ()) -> None:
-        self._plan: CachePlan | None = None  # the size of the KV cache that `sleep` has released
-        super().__init__(config, features)
-
-    @property
-    def is_sleeping(self) -> bool:
-        return self._plan is not None
+    is_sleeping = False
 
     def update_weights(self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
         """Replace all weights. Unfinished requests go on with the tokens that they have.
@@ -101,8 +92,8 @@ class UpdatableEngine(ThreadSafeEngine):
 
     def _exit(self) -> None:
         if self.is_sleeping:
-            self._plan = None
             self.executor.stop_reason = None  # so that exit() gives the reason
+            self.is_sleeping = False
         super()._exit()
 
     def _empty_cache(self) -> None:
@@ -117,18 +108,18 @@ class UpdatableEngine(ThreadSafeEngine):
 
     def _update_weights(self, given: GivenTensors) -> None:
         worker = self.executor.worker
-        reason = self.executor.stop_reason
-        if reason not in (None, _ASLEEP, _INCOMPLETE):
-            raise RuntimeError(reason)
+        executor = self.executor
+        if executor.stop_reason not in (_ASLEEP, _INCOMPLETE):
+            executor.raise_if_stopped()
         with engine_settings(self.device):
             self._complete()
         with engine_settings(self.device), torch.inference_mode(False):
             if self.device.type == "cpu" or worker.model is None:
                 self._replace_model(given)
             else:
-                self.executor.stop_reason = _INCOMPLETE
+                executor.stop_reason = _INCOMPLETE
                 weights.load_checkpoint(worker.model, given)
-        self.executor.stop_reason = None if reason == _INCOMPLETE else reason
+        executor.stop_reason = _ASLEEP if self.is_sleeping else None
         self.scheduler.reset(self._list_requests())
         if self.features.weights_changed:
             stored = open_weights(worker.directory, self.config.load_format)
@@ -149,7 +140,7 @@ class UpdatableEngine(ThreadSafeEngine):
             return
         self._empty_cache()
         worker = self.executor.worker
-        self._plan = worker.plan
+        self.is_sleeping = True
         self.executor.stop_reason = _ASLEEP
         with engine_settings(self.device):
             if level == 2:
@@ -160,8 +151,10 @@ class UpdatableEngine(ThreadSafeEngine):
         release_free_memory()
 
     def _wake_up(self) -> None:
-        if self._plan is None:
+        if not self.is_sleeping:
             return
+        if self.executor.stop_reason != _ASLEEP:
+            self.executor.raise_if_stopped()
         worker = self.executor.worker
         with engine_settings(self.device):
             if worker.model is None:
@@ -169,6 +162,6 @@ class UpdatableEngine(ThreadSafeEngine):
                     self._replace_model(open_weights(worker.directory, self.config.load_format))
                 self._report_weights(is_original=True)
             worker.model.to(self.device)
-            allocate_caches(worker, self._plan, self._plan.num_lanes)
+            allocate_caches(worker, worker.plan, worker.plan.num_lanes)
         self.executor.stop_reason = None
-        self._plan = None
+        self.is_sleeping = False
