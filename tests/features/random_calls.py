@@ -24,6 +24,7 @@ ACTIONS = {
     "generate": 1,
     "abort": 0.6,
     "search": 0.2,
+    "renew": 0.2,
     "run_threads": 0.2,
 }
 INTERRUPTED = object()
@@ -145,6 +146,18 @@ class Calls:
         beams = self._attempt(self.rng, self.case.search, self.llm, job)
         if beams is not INTERRUPTED:
             self.case.check(beams, self.case.search, job)
+
+    def renew(self) -> None:
+        """Give the engine its own weights again, or let it sleep. It recomputes all K/V."""
+        if self.case.options.get("tensor_parallel_size", 1) > 1:
+            return
+        self.has_ended_early = True  # the statistics count what is recomputed
+        if self.rng.random() < 0.5:
+            self._attempt(self.rng, self.llm.update_weights, self.case.load_weights())
+        else:
+            self._attempt(self.rng, self.llm.sleep, self.rng.choice([1, 2]))
+            while self.llm.is_sleeping:
+                self._attempt(self.rng, self.llm.wake_up)
 
     def open_stream(self) -> None:
         if self.waiting:

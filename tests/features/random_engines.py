@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from conftest import check_invariants, copy_tokenizer, list_ways
 from families import make_family
+from safetensors.torch import load_file
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.scheduler import POLICIES
@@ -180,6 +181,10 @@ class Case:
     def make_llm(self, **options: Any) -> LLM:
         path = self.models.find(self.model)
         return LLM(path, quantization=self.quantization, **self.options, **options)
+
+    def load_weights(self) -> dict[str, torch.Tensor]:
+        (path,) = self.models.find(self.model).glob("*.safetensors")
+        return load_file(path)
 
     def generate(self, llm: LLM, job: int) -> list[Any]:
         return llm.generate(*self.jobs[job])

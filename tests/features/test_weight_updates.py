@@ -10,7 +10,8 @@ from conftest import check_idle, find_feature, generate_ids, greedy, make_checkp
 from families import make_family
 from transformers import AutoModelForCausalLM
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import DEMO_MODEL, LLM, SamplingParams
+from nanovllm.course import grpo
 from nanovllm.features import weight_updates
 from nanovllm.features.kv_store.stored_prefixes import OffloadedPrefixes
 from nanovllm.worker.worker import Worker
@@ -330,3 +331,33 @@ def test_the_trainer_and_the_engine_agree(pair, options):
             theirs.mean().backward()
             optimizer.step()
             llm.update_weights(trainer.state_dict())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_log_probabilities_do_not_depend_on_the_batch(dtype):
+    """To the last bit, on a CPU. So samples of one round are those of any other round."""
+    prompts = [random_prompt(seed, 3 + 9 * seed % 40) for seed in range(9)]
+    params = SamplingParams(max_tokens=12, logprobs=3, ignore_eos=True, seed=1)
+    options = {"dtype": dtype, "max_model_len": 100, "enable_prefix_caching": False}
+    with LLM(DEMO_MODEL, device="cpu", **options) as llm:
+        together = llm.generate(prompts, params)
+        for prompt, output in zip(prompts, together):
+            (alone,) = llm.generate(prompt, params)
+            assert alone["logprobs"] == output["logprobs"]
+
+
+def test_grpo_raises_the_reward(capsys):
+    shares = grpo.main(num_rounds=3)
+    assert shares[-1] > shares[0]
+    gaps = [float(line.rpartition(" ")[2]) for line in capsys.readouterr().out.splitlines()]
+    assert len(gaps) == 4
+    assert max(gaps) < 1e-4
+
+
+def test_a_store_outlives_the_cache_that_sleep_releases(pair, expected):
+    with LLM(pair[0], max_model_len=100, kv_offloading_size=1.0, kvcache_block_size=4) as llm:
+        for num_restored in (0, 84, 168):
+            assert generate_ids(llm, PROMPTS, greedy(8)) == expected[0]
+            assert llm.stats["num_restored_tokens"] == num_restored
+            llm.sleep()
+            llm.wake_up()

@@ -261,16 +261,16 @@ class SavedPrefixes(StoredPrefixes):
 
 def group_layers(worker: Worker) -> tuple[EntryKind, EntryKind, EntryKind]:
     """Divide the layers by what they keep: blocks, blocks of the second pool, or states."""
-    groups: dict[str, list[torch.Tensor]] = {"kv": [], "window": [], "state": []}
-    for layer, cache in enumerate(worker.kv_caches):
+    groups: dict[str, list[int]] = {"kv": [], "window": [], "state": []}
+    for layer in range(worker.spec.num_layers):
         shape = worker.spec.attention_shape(layer)
         has_second_pool = shape is not None and shape.window and worker.plan.num_window_blocks > 0
-        name = "state" if shape is None else "window" if has_second_pool else "kv"
-        groups[name].append(cache)
+        groups["state" if shape is None else "window" if has_second_pool else "kv"].append(layer)
+    dtype = worker.spec.dtype
     return (
-        EntryKind("kv", groups["kv"], worker.spec.dtype),
-        EntryKind("window", groups["window"], worker.spec.dtype),
-        EntryKind("state", groups["state"], torch.float32),
+        EntryKind("kv", worker, groups["kv"], dtype),
+        EntryKind("window", worker, groups["window"], dtype),
+        EntryKind("state", worker, groups["state"], torch.float32),
     )
 
 

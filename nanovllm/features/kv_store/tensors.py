@@ -9,10 +9,13 @@ There are three kinds of entries, each for some layers of a model:
 An entry is one flat tensor on the host, the layers one after the other.
 """
 
+import weakref
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from nanovllm.worker.worker import Worker
 
 
 class Entry(NamedTuple):
@@ -30,15 +33,21 @@ class Entry(NamedTuple):
 
 
 class EntryKind:
-    """The layers whose K/V or states an entry has."""
+    """The layers whose K/V or states an entry has. There can be none."""
 
-    def __init__(self, name: str, caches: list[Tensor], dtype: torch.dtype) -> None:
-        """`caches` are [2, num_blocks, ...] or, of states, [num_slots, size]. There can be none."""
+    def __init__(self, name: str, worker: Worker, layers: list[int], dtype: torch.dtype) -> None:
         self.name = name
+        self.worker = weakref.proxy(worker)  # has other tensors after it has slept
+        self.layers = layers
         self.dtype = dtype
-        self.caches = [cache.unsqueeze(0) if cache.dim() == 2 else cache for cache in caches]
-        self.sizes = [cache[:, 0].numel() for cache in self.caches]
+        self.sizes = [part.numel() for part in self._list_parts(0)]
         self.num_bytes = sum(self.sizes) * dtype.itemsize
+
+    def _list_parts(self, index: int) -> list[Tensor]:
+        """List views of block or slot `index` in all layers."""
+        caches = [self.worker.kv_caches[layer] for layer in self.layers]
+        # K/V are [2, num_blocks, ...], and states [num_slots, size].
+        return [cache[index] if cache.dim() == 2 else cache[:, index] for cache in caches]
 
     def key(self, block_hash: int) -> str:
         return f"{block_hash:032x}.{self.name}"
@@ -46,9 +55,8 @@ class EntryKind:
     @torch.inference_mode()
     def read(self, index: int, token_ids: list[int]) -> Entry:
         """Copy block or slot `index` to the host. On a GPU, the copy follows what writes it."""
-        on_gpu = any([cache.is_cuda for cache in self.caches])
-        size = sum(self.sizes)
-        content = torch.empty(size, dtype=self.dtype, device="cpu", pin_memory=on_gpu)
+        on_gpu = self.worker.device.type == "cuda"
+        content = torch.empty(sum(self.sizes), dtype=self.dtype, device="cpu", pin_memory=on_gpu)
         for part, piece in self._match(index, content):
             piece.copy_(part, non_blocking=True)
         copied = None
@@ -65,6 +73,5 @@ class EntryKind:
 
     def _match(self, index: int, content: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Pair the parts of a block or slot with those of an entry."""
-        parts = [cache[:, index] for cache in self.caches]
-        pieces = content.split(self.sizes)
-        return [(part, piece.view(part.shape)) for part, piece in zip(parts, pieces)]
+        pairs = zip(self._list_parts(index), content.split(self.sizes))
+        return [(part, piece.view(part.shape)) for part, piece in pairs]
