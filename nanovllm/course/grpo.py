@@ -1,15 +1,13 @@
-"""Teaches the demo model larger numbers with GRPO, in a minute on a laptop.
-
-    python -m nanovllm.course.grpo
+"""Teaches the demo model larger numbers with GRPO (Shao et al. 2024), in a minute on a laptop.
 
 The model knows whether numbers below 1,000 are even or odd. Of larger ones it loses digits. The
 reward of an answer is 1 for the right word, and 2 if the number is right, too. In each round the
 engine samples a group of answers to each question, transformers computes the gradient, and the
-engine gets the new weights. The log probabilities of both agree, so no ratio corrects the gradient
-(GRPO, Shao et al. 2024, with one update for each sample).
+engine gets the new weights. The log probabilities of both agree, so no ratio corrects the gradient.
 """
 
 import random
+from argparse import ArgumentParser
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -44,8 +42,8 @@ def main(num_rounds: int = 20) -> list[float]:
             answers = [answer for _, answer in questions for _ in range(GROUP_SIZE)]
             rewards = torch.tensor([reward(o["text"], a) for o, a in zip(outputs, answers)])
             groups = rewards.view(NUM_QUESTIONS, GROUP_SIZE)
-            spread = groups.std(1, keepdim=True) + 1e-2
-            advantages = ((groups - groups.mean(1, keepdim=True)) / spread).flatten()
+            centered = groups - groups.mean(1, keepdim=True)
+            advantages = (centered / (groups.std(1, keepdim=True) + 1e-2)).flatten()
             losses: list[torch.Tensor] = []
             gap = 0.0  # between the log probabilities of the engine and of transformers
             for output, advantage in zip(outputs, advantages):
@@ -67,4 +65,6 @@ def main(num_rounds: int = 20) -> list[float]:
 
 
 if __name__ == "__main__":
-    main()
+    parser = ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=20)
+    main(parser.parse_args().rounds)

@@ -20,7 +20,7 @@ PACKAGE = Path(nanovllm.__file__).parent
 # --- Imports point down
 
 FLOORS = [  # top down; a module imports from its own floor and from lower ones
-    {"chat", "benchmark", "server"},
+    {"chat", "benchmark", "course", "server"},
     {"llm"},
     {"trace"},
     {"features"},
