@@ -361,3 +361,46 @@ def test_a_store_outlives_the_cache_that_sleep_releases(pair, expected):
             assert llm.stats["num_restored_tokens"] == num_restored
             llm.sleep()
             llm.wake_up()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("store", [{}, {"kv_offloading_size": 1.0}])
+def test_on_a_gpu(pair, monkeypatch, store):
+    """Weights are copied to the tensors that CUDA graphs have, or moved to the host and back."""
+    old, new, trainer = pair
+    options = {"max_model_len": 100, "kvcache_block_size": 16, "num_kvcache_blocks": 30, **store}
+    prompts = [random_prompt(seed, 50) for seed in range(9)]
+    expected = []
+    for path in (old, new):
+        with LLM(path, **options) as llm:
+            expected.append(generate_ids(llm, prompts, greedy(8)))
+    with LLM(old, **options) as llm:
+        assert llm.device.type == "cuda"
+        assert generate_ids(llm, prompts, greedy(8)) == expected[0]
+        load_checkpoint = weight_updates.weights.load_checkpoint
+
+        def load_in_part(model, files, *args):
+            load_checkpoint(model, files, *args)
+            if model is llm.executor.worker.model:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(weight_updates.weights, "load_checkpoint", load_in_part)
+        with pytest.raises(KeyboardInterrupt):
+            llm.update_weights(trainer.state_dict())
+        monkeypatch.undo()
+        with pytest.raises(RuntimeError, match="the weights are incomplete"):
+            llm.generate(prompts)
+        llm.update_weights(trainer.state_dict())
+        assert generate_ids(llm, prompts, greedy(8)) == expected[1]
+        for level in (1, 2):
+            llm.sleep(level)
+            if level == 1:
+                assert next(llm.executor.worker.model.parameters()).device.type == "cpu"
+            llm.wake_up()
+            assert generate_ids(llm, prompts, greedy(8)) == expected[2 - level]
+        llm.sleep(2)
+        llm.update_weights(trainer.state_dict())
+        llm.wake_up()
+        for _ in range(2):
+            assert generate_ids(llm, prompts, greedy(8)) == expected[1]
+        assert (llm.stats["num_restored_tokens"] > 0) == bool(store)
