@@ -68,11 +68,9 @@ class StoredPrefixes(Feature):
         self.num_restored_tokens = 0
         if not self.make_store(engine):
             return False
-        num_blocks = self.num_bytes // self.blocks.num_bytes if self.blocks.num_bytes else 1
-        if num_blocks < 1:
-            needed = self.blocks.num_bytes
+        needed = self.blocks.num_bytes
+        if self.num_bytes < needed:
             raise invalid(self.serves, f"has no room for a block of {needed} bytes: raise its size")
-        report(f"{self.serves}: room for {num_blocks} blocks of {worker.block_size} tokens")
         return super().start(engine)
 
     def make_store(self, engine: LLMEngine) -> bool:
@@ -101,10 +99,9 @@ class StoredPrefixes(Feature):
         """Restore what is stored behind `prefix`, and return the longer prefix."""
         manager = self.scheduler.block_manager
         num_shared = len([block for block in prefix if block.ref_count > 0])
-        if cdiv(len(seq.token_ids), manager.block_size) - num_shared > len(manager.free_block_ids):
-            return prefix  # the sequence will not be admitted
-        if self.is_idle:
-            return prefix
+        num_new = cdiv(len(seq.token_ids), manager.block_size) - num_shared
+        if self.is_idle or num_new > len(manager.free_block_ids):
+            return prefix  # a sequence without room is not admitted
         start = len(prefix)
         end = (len(seq.token_ids) - 1) // manager.block_size
         states = self.find_feature(RecurrentStates)
