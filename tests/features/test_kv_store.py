@@ -76,6 +76,22 @@ def test_what_the_pool_evicts_is_still_there(tmp_path):
                 check_idle(llm)
 
 
+@pytest.mark.parametrize("name", ["gemma3", "qwen3.5"])
+def test_windows_and_states_come_back_to_k_v_that_the_pool_has(tmp_path, name):
+    """The first pool is large. There is room for few windows, and for few states."""
+    oracle = make_family(tmp_path, name, vocab_size=100, max_position_embeddings=256)
+    expected = [oracle(prompt, 6) for prompt in PROMPTS]
+    options = {**OPTIONS, "num_kvcache_blocks": 400, "max_num_seqs": 1}
+    hits = []
+    for size in (None, 1.0):
+        with LLM(tmp_path, **options, kv_offloading_size=size) as llm:
+            for _ in range(2):
+                outputs = [llm.generate(prompt, greedy(6))[0] for prompt in PROMPTS]
+                assert [output["token_ids"] for output in outputs] == expected
+            hits.append([output["num_cached_tokens"] for output in outputs])
+    assert hits == [[0] * 5, [56] * 5]
+
+
 @pytest.mark.parametrize("store", STORES)
 def test_preempted_sequences_find_their_blocks(make_llm, tmp_path, store):
     """In a pool that two sequences fill. A step restores a block, while another one runs."""

@@ -106,10 +106,10 @@ class StoredPrefixes(Feature):
         end = (len(seq.token_ids) - 1) // manager.block_size
         states = self.find_feature(RecurrentStates)
         if states is not None:
-            end = self._restore_state(states, seq, start, end)
+            end = self._restore_state(states, seq, end)
         windows = self.find_feature(Windows)
         if windows is not None:
-            end = self._restore_window(windows, seq, start, end)
+            end = self._restore_window(windows, seq, end)
         blocks = list(prefix)
         for shared in prefix:  # so that none of them is evicted
             manager.share(shared)
@@ -128,11 +128,11 @@ class StoredPrefixes(Feature):
             manager.release_block(seq, index, blocks[index].block_id)
         return blocks
 
-    def _restore_state(self, states: RecurrentStates, seq: Sequence, start: int, end: int) -> int:
+    def _restore_state(self, states: RecurrentStates, seq: Sequence, end: int) -> int:
         """Restore the last state that is stored. Return the number of blocks before it."""
         manager = self.scheduler.block_manager
         states.keeps_prompts = True
-        for index in reversed(range(start, end)):
+        for index in reversed(range(end)):
             block_hash = manager.hash_block(seq, index)
             if block_hash in states.snapshots:
                 return index + 1
@@ -143,12 +143,12 @@ class StoredPrefixes(Feature):
                 states.snapshots[block_hash] = slot
                 self.num_bytes_left -= self.states.num_bytes
                 return index + 1
-        return start
+        return 0
 
-    def _restore_window(self, windows: Windows, seq: Sequence, start: int, end: int) -> int:
+    def _restore_window(self, windows: Windows, seq: Sequence, end: int) -> int:
         """Restore the window before the longest prefix that has one. Return its blocks."""
         index = end
-        while index > max(start, windows.find_start(end)):
+        while index > windows.find_start(end):
             index -= 1
             if windows.pool.find_block(seq, index) is None:
                 block = self._restore_block(self.windows, windows.pool, seq, index)
