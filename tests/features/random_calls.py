@@ -106,6 +106,7 @@ class Calls:
         check_idle(self.llm)
         self._check_stats()
         self.llm.exit()
+        assert not list(self.case.models.directory.glob("kv/*/*.tmp"))
         if self.trace_path is not None:
             assert trace.read(self.trace_path)
 

@@ -146,10 +146,15 @@ def draw_options(rng: random.Random) -> dict[str, Any]:
 
 
 def draw_store(rng: random.Random, folder: Path) -> dict[str, Any]:
-    """A store of many blocks or of few, or a folder that all engines share."""
+    """A store of many blocks or of few, or a folder that engines share, with damaged files."""
     size = rng.choice([2**-13, 2**-10, 1.0])  # GiB
     kind = rng.choice(["none", "kv_offloading_size", "kv_cache_dir"])
     if kind == "kv_cache_dir":
+        paths = sorted(folder.glob("*/*.kv"))
+        for path in rng.sample(paths, len(paths) // 9):
+            content = bytearray(path.read_bytes())
+            content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+            path.write_bytes(content[: rng.choice([None, len(content) // 2])])
         return {"kv_cache_dir": folder, "kv_cache_dir_size": size}
     return {kind: size} if kind != "none" else {}
 
