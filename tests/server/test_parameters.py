@@ -49,6 +49,12 @@ def test_values_that_say_nothing_change_nothing(llm, is_chat, names):
         assert parse_body(llm, {**VALID[is_chat], name: value}, is_chat) == expected, name
 
 
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_a_cache_salt_is_any_text(llm, is_chat):
+    assert read(llm, {"cache_salt": "\ud800 a"}, is_chat).cache_salt == "\ud800 a"
+    assert reject(llm, {"cache_salt": 3}, is_chat).param == "cache_salt"
+
+
 @pytest.mark.parametrize("is_chat, names", [(True, CHAT), (False, COMPLETION)])
 def test_other_values_are_rejected_by_name(llm, is_chat, names):
     for name in ["unknown", "max_new_tokens", *NEUTRAL_NAMES - names]:
