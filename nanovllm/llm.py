@@ -12,7 +12,7 @@ from nanovllm.engine.input_processor import PreparedPrompt, Prompt
 from nanovllm.engine.outputs import RequestOutput
 from nanovllm.engine.request import Inbox
 from nanovllm.features.beam_search import BeamSearch, make_outputs, search_together
-from nanovllm.features.kv_store.stored_prefixes import OffloadedPrefixes, SavedPrefixes
+from nanovllm.features.kv_store.stored_prefixes import SavedPrefixes, StoredPrefixes
 from nanovllm.features.prompt_logprobs import PromptScores
 from nanovllm.features.recurrent_states import RecurrentStates
 from nanovllm.features.speculation.drafts import Drafts
@@ -62,7 +62,7 @@ class LLM(UpdatableEngine):
         # Stores extend a prefix, and others shorten it. Drafts change what a step computes, so
         # states and windows come after them.
         features: list[Feature] = [
-            OffloadedPrefixes(),
+            StoredPrefixes(),
             SavedPrefixes(),
             PromptScores(),
             StructuredOutputs(),

@@ -22,7 +22,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.features.kv_store import folder_store, stored_prefixes
 from nanovllm.features.kv_store.folder_store import FolderStore, read_entry
 from nanovllm.features.kv_store.ram_store import RamStore
-from nanovllm.features.kv_store.stored_prefixes import OffloadedPrefixes, SavedPrefixes
+from nanovllm.features.kv_store.stored_prefixes import SavedPrefixes, StoredPrefixes
 from nanovllm.features.kv_store.tensors import Entry
 
 OPTIONS = {
@@ -278,7 +278,7 @@ def test_a_store_has_at_most_its_size(make_stored, make_llm, tmp_path):
         assert 2**15 < num_bytes <= 2**16
     llm = make_llm(**OPTIONS, kv_offloading_size=size)
     llm.generate(PROMPTS, greedy(4))
-    store = find_feature(llm, OffloadedPrefixes).store
+    store = find_feature(llm, StoredPrefixes).store
     assert store.num_used_bytes == sum(each.content.nbytes for each in store.entries.values())
     assert 2**15 < store.num_used_bytes <= 2**16
 
@@ -300,7 +300,7 @@ def test_the_least_recently_used_entries_go_first():
 def test_the_tail_of_a_sequence_goes_before_its_head(make_llm):
     llm = make_llm(**OPTIONS, kv_offloading_size=2**-15)
     llm.generate(PROMPTS[0], greedy(4))
-    entries = find_feature(llm, OffloadedPrefixes).store.entries
+    entries = find_feature(llm, StoredPrefixes).store.entries
     tokens = [entry.token_ids for entry in entries.values()]
     assert tokens[-1] == PROMPTS[0][:4]
     assert tokens[-2] == PROMPTS[0][4:8]

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
 from nanovllm.course import grpo
 from nanovllm.features import weight_updates
-from nanovllm.features.kv_store.stored_prefixes import OffloadedPrefixes
+from nanovllm.features.kv_store.stored_prefixes import StoredPrefixes
 from nanovllm.worker.worker import Worker
 
 PROMPTS = [random_prompt(seed, 30) for seed in range(3)]
@@ -286,7 +286,7 @@ def test_a_folder_belongs_to_the_weights_of_the_checkpoint(pair, expected, tmp_p
 def test_the_store_in_ram_is_emptied(pair, expected):
     with LLM(pair[0], max_model_len=100, kv_offloading_size=1.0, kvcache_block_size=4) as llm:
         generate_ids(llm, PROMPTS, greedy(8))
-        store = find_feature(llm, OffloadedPrefixes).store
+        store = find_feature(llm, StoredPrefixes).store
         assert store.entries
         llm.update_weights(pair[2].state_dict())
         assert not store.entries

@@ -37,12 +37,10 @@ class RamStore:
         self.entries.move_to_end(key)
         return True
 
-    def clear(self) -> None:
+    def close(self) -> None:
+        """Release all entries."""
         self.entries.clear()
         self.num_used_bytes = 0
-
-    def close(self) -> None:
-        self.clear()
 
     def _remove(self, key: str) -> None:
         self.num_used_bytes -= self.entries.pop(key).content.nbytes

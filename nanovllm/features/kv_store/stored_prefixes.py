@@ -18,7 +18,7 @@ waits, and later steps restore the rest.
 
 import weakref
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import transformers
@@ -44,14 +44,11 @@ FoundFeature = TypeVar("FoundFeature", bound=Feature)
 
 
 class StoredPrefixes(Feature):
-    """Moves K/V between the KV cache and a store. A subclass makes the store.
+    """Moves K/V between the KV cache and RAM. Comes before the features that shorten a prefix."""
 
-    Comes before the features that shorten a prefix.
-    """
-
+    serves = "kv_offloading_size"
     store: RamStore | FolderStore
-    num_bytes: int  # the limit of the store
-    is_idle = False  # the folder has K/V of other weights
+    is_idle = False  # the store has K/V of other weights
 
     def start(self, engine: LLMEngine) -> bool:
         config = engine.config
@@ -66,22 +63,20 @@ class StoredPrefixes(Feature):
         self.features = weakref.proxy(engine.features)
         self.num_stored_blocks = 0
         self.num_restored_tokens = 0
-        if not self.make_store(engine):
+        store = self.make_store(engine)
+        if store is None:
             return False
+        self.store = store
         needed = self.blocks.num_bytes
-        if self.num_bytes < needed:
+        if store.num_bytes < needed:
             raise invalid(self.serves, f"has no room for a block of {needed} bytes: raise its size")
         return super().start(engine)
 
-    def make_store(self, engine: LLMEngine) -> bool:
-        """Set `store` and `num_bytes`. Return False if there can be none."""
-        raise NotImplementedError
+    def make_store(self, engine: LLMEngine) -> RamStore | FolderStore | None:
+        return RamStore(int(cast(float, engine.config.kv_offloading_size) * 2**30))
 
     def weights_changed(self, is_original: bool) -> None:
-        """A folder belongs to the checkpoint's weights. RAM has K/V of the last weights."""
-        self.is_idle = not is_original and isinstance(self.store, FolderStore)
-        if isinstance(self.store, RamStore):
-            self.store.clear()
+        self.store.close()  # which empties RAM
 
     def find_feature(self, kind: type[FoundFeature]) -> FoundFeature | None:
         """Find a feature of this engine. They start after this one."""
@@ -227,33 +222,28 @@ class StoredPrefixes(Feature):
         return {"restored_blocks": self.restored}, {}
 
 
-class OffloadedPrefixes(StoredPrefixes):
-    serves = "kv_offloading_size"
-
-    def make_store(self, engine: LLMEngine) -> bool:
-        self.num_bytes = int((engine.config.kv_offloading_size or 0) * 2**30)
-        self.store = RamStore(self.num_bytes)
-        return True
-
-
 class SavedPrefixes(StoredPrefixes):
+    """Moves K/V between the KV cache and a folder, which belongs to the checkpoint's weights."""
+
     serves = "kv_cache_dir"
 
-    def make_store(self, engine: LLMEngine) -> bool:
-        self.num_bytes = int(engine.config.kv_cache_dir_size * 2**30)
-        folder = Path(engine.config.kv_cache_dir or "").expanduser()
+    def make_store(self, engine: LLMEngine) -> FolderStore | None:
+        num_bytes = int(engine.config.kv_cache_dir_size * 2**30)
+        folder = Path(cast(str, engine.config.kv_cache_dir)).expanduser()
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if folder.stat().st_mode & 0o077:
                 report(f"kv_cache_dir: others can read {folder}: chmod 700 keeps prompts private")
-            store = FolderStore(folder, self.num_bytes, describe_model(engine, folder))
+            store = FolderStore(folder, num_bytes, describe_model(engine, folder))
         except (OSError, ValueError) as error:
             report(f"kv_cache_dir: no K/V are kept: {error}")
-            return False
-        self.store = store
+            return None
         report(f"kv_cache_dir: {store.subfolder} has the K/V of this model")
         engine.scheduler.block_manager.root_hash = store.root_hash
-        return True
+        return store
+
+    def weights_changed(self, is_original: bool) -> None:
+        self.is_idle = not is_original
 
 
 def group_layers(worker: Worker) -> tuple[EntryKind, EntryKind, EntryKind]:
