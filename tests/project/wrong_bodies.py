@@ -94,6 +94,9 @@ WRONG_BODIES = (
         "if end % self.block_size < num_tokens:",
         "if end % self.block_size == 0:",
     ),
+    # A salt that is part of no hash, and one that takes the place of the secret root.
+    WrongBody(3, f"{BLOCKS}.find_root", "if cache_salt is None:", "if True:"),
+    WrongBody(3, f"{BLOCKS}.find_root", "list(salt), self.root_hash", "list(salt)"),
     WrongBody(3, f"{BLOCKS}.allocate", "self.blocked = None", "pass"),
     WrongBody(3, f"{BLOCKS}.cache_block", "self.blocked = None", "pass"),
     # A block that two chunks or decodes fill is not cached.
@@ -103,18 +106,18 @@ WRONG_BODIES = (
     # A new snapshot takes the slot that a running sequence reads.
     WrongBody(
         6,
-        f"{STATES}._begin_snapshot",
+        f"{STATES}.take_slot",
         "evictable = [each for each, slot in self.snapshots.items() if slot not in in_use]",
         "evictable = list(self.snapshots)",
     ),
     WrongBody(
         6,
-        f"{STATES}._begin_snapshot",
+        f"{STATES}.take_slot",
         "empty = [slot for slot in self.empty_slots if slot not in in_use]",
         "empty = list(self.empty_slots)",
     ),
     # The newest snapshot is evicted.
-    WrongBody(6, f"{STATES}._begin_snapshot", "evictable[0]", "evictable[-1]"),
+    WrongBody(6, f"{STATES}.take_slot", "evictable[0]", "evictable[-1]"),
     # A preempted sequence leaves a snapshot of its own prefix.
     WrongBody(6, f"{STATES}.limit_prefix", "if seq.num_cached_tokens is None:", "if True:"),
     WrongBody(6, f"{STATES}.advanced", "self.scheduler.block_manager.blocked = None", "pass"),
