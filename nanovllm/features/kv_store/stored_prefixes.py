@@ -7,7 +7,7 @@ gets the blocks behind its prefix hit from there:
     store    | b0 b1 | b2 b3 b4 |         written to free blocks, which are then cached
     prompt   | b0 b1 | b2 b3 b4 | b5      computed by the step
 
-A restored block is an ordinary cached block, so nothing else in the engine knows about stores. The
+A restored block is an ordinary cached block, so no other part of the engine depends on stores. The
 window before the end of the prefix goes to the second pool in the same way, and a recurrent state
 becomes a snapshot. Hashes and tokens are compared as in a prefix hit. What is not finite is not
 restored, because NaN shows only in logits, which most chunks do not have.
