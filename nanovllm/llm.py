@@ -13,6 +13,7 @@ from nanovllm.engine.outputs import RequestOutput
 from nanovllm.engine.request import Inbox
 from nanovllm.features.beam_search import BeamSearch, make_outputs, search_together
 from nanovllm.features.kv_store.stored_prefixes import SavedPrefixes, StoredPrefixes
+from nanovllm.features.logits_processors import LogitsProcessors
 from nanovllm.features.prompt_logprobs import PromptScores
 from nanovllm.features.recurrent_states import RecurrentStates
 from nanovllm.features.speculation.drafts import Drafts
@@ -65,6 +66,7 @@ class LLM(UpdatableEngine):
             StoredPrefixes(),
             SavedPrefixes(),
             PromptScores(),
+            LogitsProcessors(),
             StructuredOutputs(),
             Drafts(),
             RecurrentStates(),

@@ -99,7 +99,7 @@ class LLMEngine:
         # and stands for all of them. The id of a later one stands for this sample only.
         self.requests: dict[int, dict[Request, None]] = {}
         self._inbox: Inbox = {}  # of the callers of add_request
-        self.warnings = deque[str]()  # to be issued after the step
+        self.warnings = deque[str | RuntimeWarning]()  # to be issued after the step
         self.in_flight: Sampled | None = None  # what the newest step has sampled, not read yet
         # Whether a step is launched before the tokens of the previous step are read.
         self.overlaps = self.device.type == "cuda"
@@ -194,7 +194,9 @@ class LLMEngine:
                 if request.finish_reason == "error":
                     reason = request.explain_error()
                     message = f"request {request.seq_id} ends with an error: {reason}"
-                    self.warnings.append(message)
+                    warning = RuntimeWarning(message)
+                    warning.__cause__ = request.failure
+                    self.warnings.append(warning)
 
     def abort(self, request_id: int) -> None:
         """Abort a request with all its samples. No effect if it is unknown or finished."""

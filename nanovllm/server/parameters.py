@@ -51,7 +51,10 @@ NEUTRAL: list[tuple[Any, str]] = [
     (["text"], "modalities"),
 ]
 
-SAMPLING_FIELDS = {field.name for field in fields(SamplingParams)} - {"prompt_logprobs"}
+SAMPLING_FIELDS = {field.name for field in fields(SamplingParams)} - {
+    "logits_processors",
+    "prompt_logprobs",
+}
 COMMON = SAMPLING_FIELDS | {"model", "response_format", "stream", "stream_options"}
 COMPLETION = COMMON | {"prompt", "echo"}
 TOKENIZE_CHAT = set(

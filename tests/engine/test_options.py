@@ -48,6 +48,7 @@ INVALID_PARAMS = {
     "prompt_logprobs": [-1, "x"],
     "structured_outputs": [{}, {"regex": 3}, "a"],
     "logit_bias": [{1: 101}, {1: None}, {-1: 0}, {1.5: 0}, {"a": 1}, [3]],
+    "logits_processors": [3, [3], "f"],
     "cache_salt": [3, b"a"],
 }
 

@@ -5,6 +5,7 @@ This draws models, options and requests, and compares outputs. random_calls.py r
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from math import isclose
 from pathlib import Path
@@ -44,6 +45,14 @@ GRAMMARS: list[dict[str, Any]] = [
     {"choice": ["yes", "no", "yes and no"]},
     {"grammar": 'start: "(" start ")" | NUMBER\nNUMBER: /[0-9]{1,3}/'},
 ]
+
+
+def prefer_sum(token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+    """A logits processor that depends on all tokens so far."""
+    logits[sum(token_ids) % len(logits)] += 3.0
+    return logits
+
+
 PARAMS: dict[str, list[Any]] = {
     "n": [1, 1, 1, 2, 3],
     "temperature": [0.0, 0.0, 0.3, 1.0, 2.0],
@@ -58,6 +67,7 @@ PARAMS: dict[str, list[Any]] = {
     "logprobs": [None, None, 0, 3],
     "prompt_logprobs": [None, None, None, 0, 2],
     "structured_outputs": [None, None, None, None, *GRAMMARS],
+    "logits_processors": [None, None, [prefer_sum]],
 }
 TOLERANCE = 2e-3  # of log probabilities
 
@@ -180,6 +190,8 @@ class Case:
         prefixes = [rng.choices(range(VOCAB_SIZE), k=24) for _ in range(2)]
         prefixes.append(rng.choices(range(VOCAB_SIZE), k=4) * 6)
         self.jobs = [(draw_prompt(rng, prefixes), draw_params(rng)) for _ in range(5)]
+        if num_ranks > 1:
+            self.jobs = [(each, replace(p, logits_processors=None)) for each, p in self.jobs]
         self.expect = cache(self._expect)
         self.num_ambiguous = 0
 
