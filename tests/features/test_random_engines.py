@@ -48,7 +48,7 @@ def test_random_engine(models, tmp_path, seed):
 def test_random_engine_with_cuda_graphs(models, tmp_path, monkeypatch, seed):
     """A replay computes a step again, with padding, in plain layers.
 
-    Steps overlap, except with drafts.
+    Steps overlap, except with drafts or a trace.
     """
     pytest.importorskip("triton", reason="triton is not installed")
     replay_on_the_cpu(monkeypatch)
@@ -59,7 +59,7 @@ def test_random_engine_with_cuda_graphs(models, tmp_path, monkeypatch, seed):
     def make_and_overlap(**options):
         llm = make_llm(**options)
         assert llm.executor.worker.graphs is not None
-        llm.overlaps = case.options["num_speculative_tokens"] == 0
+        llm.overlaps = all(feature.can_overlap for feature in llm.features)
         return llm
 
     monkeypatch.setattr(case, "make_llm", make_and_overlap)
