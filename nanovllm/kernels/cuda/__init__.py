@@ -1,7 +1,6 @@
 """Kernels for GPUs, in Triton, and CUDA graphs.
 
 layers.py                                the list of optimized layers
-launch.py                                caches compiled kernels
 attention.py, attention_kernels.py       the attention backend "triton"
 flash_attn.py                            the attention backend "flash_attn"
 decoder.py, decoder_kernels.py           norms, RoPE and K/V store, SwiGLU, the loop over layers
