@@ -235,10 +235,24 @@ def test_a_full_disk_and_a_lost_folder_cost_one_line(make_stored, tmp_path, monk
 
 
 def raise_error(error):
-    def fail(*args):
+    def fail(*args, **options):
         raise error
 
     return fail
+
+
+def test_a_folder_of_others_can_be_read(make_stored, tmp_path, monkeypatch):
+    """Files can neither be touched nor deleted."""
+    first = make_stored()
+    expected = generate_ids(first, PROMPTS, greedy(4))
+    first.exit()
+    flip(list_entries(tmp_path)[0])
+    error = PermissionError(1, "Operation not permitted")
+    monkeypatch.setattr(folder_store.os, "utime", raise_error(error))
+    monkeypatch.setattr(folder_store.Path, "unlink", raise_error(error))
+    second = make_stored()
+    assert generate_ids(second, PROMPTS, greedy(4)) == expected
+    assert second.stats["num_restored_tokens"] >= 4 * 56
 
 
 def test_a_slow_disk_drops_blocks(make_stored, tmp_path, monkeypatch):
@@ -276,6 +290,12 @@ def test_a_store_has_at_most_its_size(make_stored, make_llm, tmp_path):
         llm.exit()
         num_bytes = sum(path.stat().st_size for path in list_entries(tmp_path))
         assert 2**15 < num_bytes <= 2**16
+    # The tail of a sequence goes before its head.
+    tokens = {tuple(read_entry(path).token_ids) for path in list_entries(tmp_path)}
+    newest = random_prompt(10 * seed + each, 100)
+    is_left = [tuple(newest[i : i + 4]) in tokens for i in range(0, 96, 4)]
+    assert is_left == sorted(is_left, reverse=True)
+    assert is_left[0]
     llm = make_llm(**OPTIONS, kv_offloading_size=size)
     llm.generate(PROMPTS, greedy(4))
     store = find_feature(llm, StoredPrefixes).store

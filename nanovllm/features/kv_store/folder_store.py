@@ -85,13 +85,15 @@ class FolderStore:
             path = self.subfolder / key
             try:
                 entry = read_entry(path)
-                os.utime(path)
             except FileNotFoundError:
                 return None
             except (OSError, SafetensorError, ValueError, KeyError) as error:
                 self._report(error)
-                path.unlink(missing_ok=True)
+                with suppress(OSError):  # others may own the file
+                    path.unlink(missing_ok=True)
                 return None
+            with suppress(OSError):
+                touch(path)
         elif not entry.is_finite():
             return None
         return entry if entry.token_ids == token_ids else None
@@ -111,7 +113,7 @@ class FolderStore:
             if key in self.queued:
                 return True
         try:
-            os.utime(self.subfolder / key)
+            touch(self.subfolder / key)
         except OSError:
             return False
         return True
@@ -132,6 +134,7 @@ class FolderStore:
                     self._evict(self.num_bytes - room - 2 * num_bytes)
                     self.num_written_bytes = 0
                 write_entry(temporary, entry)
+                touch(temporary)
                 temporary.replace(self.subfolder / key)
         except (OSError, SafetensorError) as error:
             self._report(error)
@@ -144,14 +147,14 @@ class FolderStore:
 
     def _evict(self, num_bytes: int) -> None:
         """Delete the least recently used entries, of any model, until `num_bytes` are left."""
-        found: list[tuple[float, int, Path]] = []
+        found: list[tuple[int, int, Path]] = []
         for path in self.folder.glob("*/*.*"):
             with suppress(OSError):  # another engine has deleted it
                 stat = path.stat()
                 if path.suffix == ".tmp" and stat.st_mtime < time.time() - _SECONDS_OF_A_WRITE:
                     path.unlink()
                 elif path.suffix != ".json":
-                    found.append((stat.st_mtime, stat.st_size, path))
+                    found.append((stat.st_mtime_ns, stat.st_size, path))
         surplus = sum([size for _, size, _ in found]) - num_bytes
         for _, size, path in sorted(found):
             if surplus <= 0:
@@ -164,6 +167,12 @@ class FolderStore:
         if not self.has_reported:
             self.has_reported = True
             report(f"kv_cache_dir: {self.subfolder} cannot keep or return K/V: {error}")
+
+
+def touch(path: Path) -> None:
+    """Make a file the most recently used one. The system's own clock has steps of milliseconds."""
+    now = time.time_ns()
+    os.utime(path, ns=(now, now))
 
 
 def write_entry(path: Path, entry: Entry) -> None:
