@@ -1,5 +1,6 @@
 """The class for users. Give `LLM` prompts, and get their outputs."""
 
+import time
 from collections.abc import Iterator, Sequence
 from threading import RLock
 from typing import Any
@@ -181,10 +182,21 @@ class LLM(UpdatableEngine):
         for prompt in self.prepare_prompts(prompts, SamplingParams(logprobs=0)):
             limit = min(max_tokens, self.max_model_len - len(prompt.token_ids))
             searches.append(BeamSearch(prompt, beam_width, limit, length_penalty, eos_token_ids))
-        search_together(searches, self._generate)
+        self.executor.raise_if_stopped()
+        search_together(searches, self._generate_awake)
         # Under the lock, because the ids of n samples are consecutive.
         make_requests = self.input_processor.make_requests
         return [self._take_turn(make_outputs, search, make_requests) for search in searches]
+
+    def _generate_awake(self, prompts: list[PreparedPrompt]) -> list[RequestOutput]:
+        """Generate for a search that is under way, after `wake_up` if the engine sleeps."""
+        while True:
+            try:
+                return self._generate(prompts)
+            except RuntimeError:
+                if not self.is_sleeping:
+                    raise
+            time.sleep(0.01)
 
     def prepare_prompts(self, prompts: Any, sampling_params: Any) -> list[PreparedPrompt]:
         """Tokenize and check prompts and their sampling_params, as given to `generate`."""

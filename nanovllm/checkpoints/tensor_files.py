@@ -109,8 +109,9 @@ class TensorFiles:
         """Return whether the tensors that both have are equal."""
         for name in given.list_names():
             if name in self:
-                tensor = given.open(name)
-                if not torch.equal(self.read(name).to(tensor), tensor):
+                tensor, stored = given.open(name).cpu(), self.read(name)
+                dtype = torch.promote_types(tensor.dtype, stored.dtype)
+                if not torch.equal(tensor.to(dtype), stored.to(dtype)):
                     return False
         return True
 

@@ -17,6 +17,7 @@ complete. On a GPU they are copied to the tensors whose addresses CUDA graphs ha
 
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any, cast
 
 import torch
@@ -113,6 +114,7 @@ class UpdatableEngine(ThreadSafeEngine):
             executor.raise_if_stopped()
         with engine_settings(self.device):
             self._complete()
+        self._report_weights(is_original=False)  # first, because an interrupt can follow
         with engine_settings(self.device), torch.inference_mode(False):
             if self.device.type == "cpu" or worker.model is None:
                 self._replace_model(given)
@@ -121,9 +123,15 @@ class UpdatableEngine(ThreadSafeEngine):
                 weights.load_checkpoint(worker.model, given)
         executor.stop_reason = _ASLEEP if self.is_sleeping else None
         self.scheduler.reset(self._list_requests())
-        if self.features.weights_changed:
-            stored = open_weights(worker.directory, self.config.load_format)
-            self._report_weights(is_original=stored is not None and stored.has_same(given))
+        if self.features.weights_changed and self._are_original(given):
+            self._report_weights(is_original=True)
+
+    def _are_original(self, given: GivenTensors) -> bool:
+        """Return whether these are the weights of the checkpoint, as far as it is still there."""
+        with suppress(OSError, ValueError):
+            stored = open_weights(self.executor.worker.directory, self.config.load_format)
+            return stored is not None and stored.has_same(given)
+        return False
 
     def _replace_model(self, files: TensorFiles | None) -> None:
         worker = self.executor.worker
@@ -158,6 +166,7 @@ class UpdatableEngine(ThreadSafeEngine):
         worker = self.executor.worker
         with engine_settings(self.device):
             if worker.model is None:
+                self._report_weights(is_original=False)
                 with torch.inference_mode(False):
                     self._replace_model(open_weights(worker.directory, self.config.load_format))
                 self._report_weights(is_original=True)

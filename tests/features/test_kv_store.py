@@ -24,6 +24,7 @@ from nanovllm.features.kv_store.folder_store import FolderStore, read_entry
 from nanovllm.features.kv_store.ram_store import RamStore
 from nanovllm.features.kv_store.stored_prefixes import SavedPrefixes, StoredPrefixes
 from nanovllm.features.kv_store.tensors import Entry
+from nanovllm.features.recurrent_states import RecurrentStates
 
 OPTIONS = {
     "kvcache_block_size": 4,
@@ -353,6 +354,34 @@ def test_requests_with_other_salts_share_nothing(make_llm, tmp_path):
         (output,) = llm.generate(PROMPTS[0], params)
         hits.append(output["num_cached_tokens"])
     assert hits == [0, 0, 0, 56, 56]
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_a_stream_can_be_closed_after_exit(make_llm, tmp_path, store):
+    llm = make_llm(**OPTIONS, **use_store(store, tmp_path))
+    stream = llm.stream(PROMPTS[0], greedy(40))
+    next(stream)
+    llm.exit()
+    stream.close()
+
+
+def test_no_slot_is_lost_if_a_state_is_restored_while_it_is_computed(tmp_path):
+    """Another engine has stored the state that this step keeps as a snapshot."""
+    make_family(tmp_path / "model", "qwen3.5", vocab_size=100, max_position_embeddings=256)
+    options = {**OPTIONS, "num_kvcache_blocks": 90, "max_num_batched_tokens": 16}
+    options["kv_cache_dir"] = tmp_path / "kv"
+    with LLM(tmp_path / "model", **options) as one, LLM(tmp_path / "model", **options) as two:
+        for prompt in PROMPTS[:3]:
+            one.add_request(prompt, greedy(4))
+            for _ in range(3):
+                one.step()
+            two.generate(prompt, greedy(1))
+            one.add_request(prompt, greedy(4))
+            while not one.is_finished():
+                one.step()
+            states = find_feature(one, RecurrentStates)
+            slots = [*states.empty_slots, *states.snapshots.values()]
+            assert sorted(slots) == list(states.snapshot_slots)
 
 
 def test_unusable_options_are_rejected(make_llm, tmp_path):

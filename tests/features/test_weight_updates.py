@@ -1,8 +1,10 @@
 """An engine with new weights computes what an engine of a checkpoint with these weights does."""
 
+import shutil
 import time
 from threading import Thread
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from families import make_family
 from transformers import AutoModelForCausalLM
 
 from nanovllm import DEMO_MODEL, LLM, SamplingParams
+from nanovllm.checkpoints.tensor_files import TensorFiles
 from nanovllm.course import grpo
 from nanovllm.features import weight_updates
 from nanovllm.features.kv_store.stored_prefixes import StoredPrefixes
@@ -281,6 +284,73 @@ def test_a_folder_belongs_to_the_weights_of_the_checkpoint(pair, expected, tmp_p
         assert generate_ids(llm, PROMPTS, greedy(8)) == expected[0]
         assert llm.stats["num_restored_tokens"] > 0
     assert sorted(tmp_path.glob("kv/*/*")) == files
+
+
+@pytest.mark.parametrize("way", ["update", "wake_up"])
+def test_a_folder_belongs_to_the_files_of_the_start(pair, expected, tmp_path, way):
+    """A trainer saves over the checkpoint that the engine has read."""
+    old, new, trainer = pair
+    directory = shutil.copytree(old, tmp_path / "model")
+    options = {"max_model_len": 100, "kv_cache_dir": tmp_path / "kv", "kvcache_block_size": 4}
+    with LLM(directory, **options) as llm:
+        generate_ids(llm, PROMPTS, greedy(8))
+        llm.sleep(2)
+        shutil.copy(f"{new}/model.safetensors", tmp_path / "file")
+        (tmp_path / "file").rename(directory / "model.safetensors")
+        if way == "update":
+            llm.update_weights(trainer.state_dict())
+        llm.wake_up()
+        assert generate_ids(llm, PROMPTS, greedy(8)) == expected[1]
+        assert llm.stats["num_restored_tokens"] == 0
+
+
+def test_rounded_weights_are_others(pair, tmp_path):
+    with LLM(pair[0], max_model_len=100, kv_cache_dir=tmp_path, kvcache_block_size=4) as llm:
+        generate_ids(llm, PROMPTS, greedy(8))
+        tensors = load(pair[0]).state_dict()
+        llm.update_weights({name: tensor.bfloat16() for name, tensor in tensors.items()})
+        generate_ids(llm, PROMPTS, greedy(8))
+        assert llm.stats["num_restored_tokens"] == 0
+        llm.update_weights(tensors)
+        generate_ids(llm, PROMPTS, greedy(8))
+        assert llm.stats["num_restored_tokens"] > 0
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, None])
+def test_a_store_hears_of_an_update_before_it_begins(pair, expected, tmp_path, monkeypatch, error):
+    """It may be interrupted afterwards, or the checkpoint may be gone."""
+    directory = shutil.copytree(pair[0], tmp_path / "model")
+    options = {"max_model_len": 100, "kv_offloading_size": 1.0, "kvcache_block_size": 4}
+    with LLM(directory, **options) as llm:
+        generate_ids(llm, PROMPTS, greedy(8))
+        if error is None:
+            shutil.rmtree(directory)
+            llm.update_weights(pair[2].state_dict())
+        else:
+            monkeypatch.setattr(TensorFiles, "has_same", Mock(side_effect=error))
+            with pytest.raises(error):
+                llm.update_weights(pair[2].state_dict())
+        assert generate_ids(llm, PROMPTS, greedy(8)) == expected[1]
+        assert llm.stats["num_restored_tokens"] == 0
+
+
+def test_a_beam_search_waits_for_wake_up(pair, engine):
+    with LLM(pair[0], max_model_len=100) as llm:
+        expected = llm.beam_search(PROMPTS, 3, 40)
+    results = []
+    thread = Thread(target=lambda: results.append(engine.beam_search(PROMPTS, 3, 40)))
+    thread.start()
+    while engine.stats["num_prefill_tokens"] < 200:
+        time.sleep(0.001)
+    engine.sleep()
+    with pytest.raises(RuntimeError, match=ASLEEP):
+        engine.beam_search(PROMPTS, 3, 40)
+    time.sleep(0.05)
+    engine.wake_up()
+    thread.join(30)
+    (found,) = results
+    for beams, others in zip(found, expected):
+        assert [beam["token_ids"] for beam in beams] == [beam["token_ids"] for beam in others]
 
 
 def test_the_store_in_ram_is_emptied(pair, expected):

@@ -17,6 +17,7 @@ waits, and later steps restore the rest.
 """
 
 import weakref
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -129,7 +130,7 @@ class StoredPrefixes(Feature):
         states.keeps_prompts = True
         for index in reversed(range(end)):
             block_hash = manager.hash_block(seq, index)
-            if block_hash in states.snapshots:
+            if block_hash in states.snapshots or block_hash in states.new_snapshots:
                 return index + 1
             entry = self.store.get(self.states.key(block_hash), manager.get_tokens(seq, index))
             slot = states.take_slot() if entry is not None else None
@@ -208,6 +209,7 @@ class StoredPrefixes(Feature):
         return (len(token_ids) - 1) // manager.block_size * manager.block_size
 
     def exit(self) -> None:
+        self.is_idle = True  # sequences may be released afterwards
         if "store" in vars(self):
             self.store.close()
 
@@ -226,6 +228,7 @@ class SavedPrefixes(StoredPrefixes):
     """Moves K/V between the KV cache and a folder, which belongs to the checkpoint's weights."""
 
     serves = "kv_cache_dir"
+    store: FolderStore
 
     def make_store(self, engine: LLMEngine) -> FolderStore | None:
         num_bytes = int(engine.config.kv_cache_dir_size * 2**30)
@@ -234,7 +237,8 @@ class SavedPrefixes(StoredPrefixes):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if folder.stat().st_mode & 0o077:
                 report(f"kv_cache_dir: others can read {folder}: chmod 700 keeps prompts private")
-            store = FolderStore(folder, num_bytes, describe_model(engine, folder))
+            self.weights = hash_weights(engine.executor.worker, folder)
+            store = FolderStore(folder, num_bytes, describe_model(engine, self.weights))
         except (OSError, ValueError) as error:
             report(f"kv_cache_dir: no K/V are kept: {error}")
             return None
@@ -243,7 +247,12 @@ class SavedPrefixes(StoredPrefixes):
         return store
 
     def weights_changed(self, is_original: bool) -> None:
-        self.is_idle = not is_original
+        """The checkpoint may have other weights than when the engine started."""
+        self.is_idle = True
+        if is_original:
+            with suppress(OSError, ValueError):
+                weights = hash_weights(self.blocks.worker, self.store.folder)
+                self.is_idle = weights != self.weights
 
 
 def group_layers(worker: Worker) -> tuple[EntryKind, EntryKind, EntryKind]:
@@ -261,13 +270,16 @@ def group_layers(worker: Worker) -> tuple[EntryKind, EntryKind, EntryKind]:
     )
 
 
-def describe_model(engine: LLMEngine, folder: Path) -> dict[str, Any]:
+def hash_weights(worker: Worker, folder: Path) -> Any:
+    if worker.config.load_format == "dummy":
+        return f"dummy, seed {worker.config.seed}"
+    return hash_files(sorted(list_files(worker.directory)), folder / "files.json")
+
+
+def describe_model(engine: LLMEngine, weights: Any) -> dict[str, Any]:
     """Describe all that K/V depend on, as JSON."""
     worker = engine.executor.worker
     config = engine.config
-    weights: Any = f"dummy, seed {config.seed}"
-    if config.load_format != "dummy":
-        weights = hash_files(sorted(list_files(worker.directory)), folder / "files.json")
     return {
         "format": _FORMAT,
         "transformers": transformers.__version__,
