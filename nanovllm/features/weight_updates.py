@@ -143,6 +143,10 @@ class UpdatableEngine(ThreadSafeEngine):
         for feature in self.features.weights_changed:
             feature.weights_changed(is_original)
 
+    @torch.inference_mode(False)  # weights stay ordinary tensors, which can be changed in place
+    def _move_model(self, device: torch.device) -> None:
+        self.executor.worker.model.to(device)
+
     def _sleep(self, level: int) -> None:
         if self.is_sleeping:
             return
@@ -154,7 +158,7 @@ class UpdatableEngine(ThreadSafeEngine):
             if level == 2:
                 worker.model = cast(Any, None)  # until an update, or wake_up
             else:
-                worker.model.to("cpu")
+                self._move_model(torch.device("cpu"))
             release_caches(worker)
         release_free_memory()
 
@@ -170,7 +174,7 @@ class UpdatableEngine(ThreadSafeEngine):
                 with torch.inference_mode(False):
                     self._replace_model(open_weights(worker.directory, self.config.load_format))
                 self._report_weights(is_original=True)
-            worker.model.to(self.device)
+            self._move_model(self.device)
             allocate_caches(worker, worker.plan, worker.plan.num_lanes)
         self.executor.stop_reason = None
         self.is_sleeping = False

@@ -466,6 +466,7 @@ def test_on_a_gpu(pair, monkeypatch, store):
             llm.sleep(level)
             if level == 1:
                 assert next(llm.executor.worker.model.parameters()).device.type == "cpu"
+                llm.update_weights(trainer.state_dict())
             llm.wake_up()
             assert generate_ids(llm, prompts, greedy(8)) == expected[2 - level]
         llm.sleep(2)
