@@ -19,7 +19,7 @@ from nanovllm.features.prompt_logprobs import PromptScores
 from nanovllm.features.recurrent_states import RecurrentStates
 from nanovllm.features.speculation.drafts import Drafts
 from nanovllm.features.structured_outputs.grammars import StructuredOutputs
-from nanovllm.features.weight_updates import UpdatableEngine
+from nanovllm.features.weight_updates import POLL_INTERVAL, UpdatableEngine
 from nanovllm.features.windows import Windows
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.chat_template import Message, Tool, render_chats
@@ -196,7 +196,7 @@ class LLM(UpdatableEngine):
             except RuntimeError:
                 if not self.is_sleeping:
                     raise
-            time.sleep(0.01)
+            time.sleep(POLL_INTERVAL)
 
     def prepare_prompts(self, prompts: Any, sampling_params: Any) -> list[PreparedPrompt]:
         """Tokenize and check prompts and their sampling_params, as given to `generate`."""

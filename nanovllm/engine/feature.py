@@ -153,7 +153,7 @@ class Feature:
         """A sequence has ended, within a step or between two."""
 
     def weights_changed(self, is_original: bool) -> None:
-        """The model has new weights, or again those of the checkpoint. `reset` has come before."""
+        """The model is about to get other weights, or has those of the checkpoint again."""
 
     def exit(self) -> None:
         """The engine ends, or has not started. A second call has no effect."""

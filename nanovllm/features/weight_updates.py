@@ -36,7 +36,7 @@ from nanovllm.worker.startup import allocate_caches, optimize, release_caches
 
 _ASLEEP = "the engine is asleep: call wake_up() first"
 _INCOMPLETE = "update_weights was interrupted, so the weights are incomplete: call it again"
-_POLL_INTERVAL = 0.01  # seconds between checks whether the engine is awake
+POLL_INTERVAL = 0.01  # seconds between checks whether the engine is awake
 
 
 class UpdatableEngine(ThreadSafeEngine):
@@ -82,7 +82,7 @@ class UpdatableEngine(ThreadSafeEngine):
         while outputs is None:
             outputs = self._take_turn(self._step_unless_asleep, inbox)
             if outputs is None:
-                time.sleep(_POLL_INTERVAL)
+                time.sleep(POLL_INTERVAL)
         return outputs
 
     def _step_unless_asleep(self, inbox: Inbox | None) -> list[RequestOutput] | None:

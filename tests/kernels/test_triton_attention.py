@@ -110,32 +110,30 @@ def test_16_bit_tiles_are_not_of_32(list_launches, head_dim, width):
         assert launches[0][0]["N"] != 32
 
 
-def test_every_split_of_a_long_context_has_a_part_of_the_window(monkeypatch):
-    """The sum of exponentials of an empty split is 0, and its logarithm -inf."""
-    log_sums = []
+@pytest.fixture
+def log_sums(monkeypatch):
+    """A list of what combine_splits_kernel receives of each split."""
+    found = []
 
     def record(kernel, grid, *args, **constants):
         if kernel is combine_splits_kernel:
-            log_sums.append(args[1].clone())
+            found.append(args[1].clone())
         kernel[grid](*args, **constants)
 
     replace_launches(monkeypatch, record)
+    return found
+
+
+def test_every_split_of_a_long_context_has_a_part_of_the_window(log_sums):
+    """The sum of exponentials of an empty split is 0, and its logarithm -inf."""
     step = make_step(([1], [2048]), (4, 2, 64), 16, torch.float32, DEVICE, window=512)
     attend(triton_backend, *step, window=512)
     assert log_sums[0].shape == (1, 4, 4)
     assert log_sums[0].isfinite().all()
 
 
-def test_only_long_contexts_are_split(monkeypatch):
+def test_only_long_contexts_are_split(monkeypatch, log_sums):
     """By each sequence's own length. The others write their output at once."""
-    log_sums = []
-
-    def record(kernel, grid, *args, **constants):
-        if kernel is combine_splits_kernel:
-            log_sums.append(args[1].clone())
-        kernel[grid](*args, **constants)
-
-    replace_launches(monkeypatch, record)
     monkeypatch.setattr(triton_backend, "describe_gpu", lambda device: (9, 1))
     monkeypatch.setattr(triton_backend, "_PROGRAMS_PER_PROCESSOR", 1)
     monkeypatch.setattr(triton_backend, "_LONG_CONTEXT", 64)

@@ -45,7 +45,7 @@ _SECONDS_OF_A_WRITE = 3600  # a temporary file that is older belongs to a proces
 
 
 class FolderStore:
-    """Entries of one model. `num_bytes` limits all files of the folder, whoever wrote them.
+    """Entries of one model. `num_bytes` limits all entries of the folder, of any engine.
 
     Raises OSError if the folder cannot be made or read.
     """
@@ -62,8 +62,8 @@ class FolderStore:
         self.root_hash = int((self.subfolder / "root").read_text(), 16)
         self.queued: dict[str, Entry] = {}  # entries that are not written yet
         self.num_queued_bytes = 0
+        self.lock = Lock()  # protects both, which the writer changes
         self.num_written_bytes = num_bytes  # since the last eviction: the first write evicts
-        self.lock = Lock()  # of the four fields above and below
         self.has_reported = False
         self.writer = ThreadPoolExecutor(1, "kv_store")
 
