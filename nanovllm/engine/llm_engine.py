@@ -140,7 +140,7 @@ class LLMEngine:
         for request in requests:
             self.scheduler.add(request)
             for request_id in request.ids:
-                self.requests.setdefault(request_id, {})[request] = None
+                self.requests.setdefault(request_id, {request: None})[request] = None
 
     def step(self, inbox: Inbox | None = None) -> list[RequestOutput]:
         """Run one step. Return the requests that gained tokens or finished since the last call.
@@ -212,12 +212,16 @@ class LLMEngine:
                 self._remove(request)
 
     def _remove(self, request: Request) -> None:
-        """Remove a finished request, which an interrupt may have removed in part."""
+        """Remove a finished request, which an interrupt may have removed in part.
+
+        No entry is ever left empty, because `is_finished` would wait for it.
+        """
         for request_id in request.ids:
             samples = self.requests.get(request_id, {})
-            samples.pop(request, None)
-            if not samples:
+            if samples.keys() <= {request}:
                 self.requests.pop(request_id, None)
+            else:
+                samples.pop(request, None)
 
     def is_finished(self) -> bool:
         """Return whether all requests have finished and `step` has returned their last outputs."""

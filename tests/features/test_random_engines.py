@@ -67,7 +67,7 @@ def test_random_engine_with_cuda_graphs(models, tmp_path, monkeypatch, seed):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("seed", range(2000, 2004))
+@pytest.mark.parametrize("seed", range(2000, 2008))
 def test_random_engine_on_a_gpu(models, tmp_path, seed):
     """With CUDA graphs. Steps overlap, except with drafts or a trace."""
     case = Case(models, seed)
