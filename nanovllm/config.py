@@ -23,6 +23,7 @@ from nanovllm.utils.checks import (
 
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZATIONS = ("int8", "int4")
+SPECULATIVE_METHODS = ("mtp", "prompt_lookup")
 MAX_SIZE = 2**31 - 1  # limit of all counts, because larger numbers overflow int32
 MAX_DRAFT_STEP = 256  # tokens of a step with drafts
 Options = ParamSpec("Options")
@@ -83,9 +84,12 @@ class Config(Checked):
             while they are loaded. With "int4" the embeddings and the output head have 8 bits. None:
             keep what is stored.
         seed: Seed of the engine. The same calls give the same samples, up to rounding.
-        num_speculative_tokens: Maximum number of draft tokens per sequence and step, proposed by
-            prompt lookup. At most MAX_DRAFT_LEN of the attention backend (7) are used. With
-            backends other than "cpp" they can change rounding.
+        num_speculative_tokens: Maximum number of draft tokens per sequence and step. At most
+            MAX_DRAFT_LEN of the attention backend (7) are used. With backends other than "cpp" they
+            can change rounding.
+        speculative_method: "mtp": the checkpoint's own head for multi-token prediction proposes
+            draft tokens, on one rank. "prompt_lookup": draft tokens are what followed the newest
+            tokens before. None: the head, if the checkpoint has one that can be used.
         trace: File for the engine's trace. ui.perfetto.dev and `python -m nanovllm.trace` open it.
     """
 
@@ -117,6 +121,9 @@ class Config(Checked):
     quantization: Literal["int8", "int4"] | None = checked(None, check_choice, QUANTIZATIONS)
     seed: int = checked(0, check_int, 0, 2**64 - 1)
     num_speculative_tokens: int = checked(0, check_int, 0, MAX_SIZE)
+    speculative_method: Literal["mtp", "prompt_lookup"] | None = checked(
+        None, check_choice, SPECULATIVE_METHODS
+    )
     trace: str | os.PathLike[str] | None = checked(
         None, check_type, (str, os.PathLike), "a file's path"
     )

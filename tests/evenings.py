@@ -189,7 +189,7 @@ EVENINGS = (
         ),
         functions="""
             nanovllm.features.speculation.drafts:count_matches
-            nanovllm.features.speculation.drafts:PromptLookup.propose
+            nanovllm.features.speculation.proposers:PromptLookup.propose
             nanovllm.features.speculation.drafts:Proposal.learn
             nanovllm.features.speculation.drafts:Drafts.planned
             nanovllm.features.speculation.drafts:Drafts._verify

@@ -20,6 +20,7 @@ from nanovllm.utils.helpers import read_json
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 INDEX = "model.safetensors.index.json"
+MTP_FILE = "mtp.safetensors"
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 _DAMAGED = (SafetensorError, OSError)  # what safe_open raises
@@ -177,16 +178,17 @@ def list_files(directory: Path) -> Mapping[Path, set[str] | None]:
     """Map each file with weights to the tensors that count in it. None: all of them.
 
     An index lists files and their tensors. Without it, the weights are in model.safetensors, or
-    else in its shards, or else in all *.safetensors. Raises ValueError if there are none, or if the
-    index is damaged.
+    else in its shards, or else in all *.safetensors. An MTP head can have a file of its own. Raises
+    ValueError if there are none, or if the index is damaged.
     """
     index = directory / INDEX
+    head = dict.fromkeys(directory.glob(MTP_FILE))
     if index.exists():
-        return _read_index(index)
+        return {**head, **_read_index(index)}
     for pattern in ("model.safetensors", "model-*.safetensors", "*.safetensors"):
         paths = sorted(directory.glob(pattern))
         if paths:
-            return dict.fromkeys(paths)
+            return {**head, **dict.fromkeys(paths)}
     raise ValueError(
         f"{directory} contains no *.safetensors files: add them, or set load_format='dummy'"
         " for random weights"

@@ -3,13 +3,13 @@
 Loading is strict. Every parameter is written exactly once, and every tensor of the checkpoint is
 used. A missing, unexpected or repeated tensor is an error that names up to five. RoPE buffers of
 old checkpoints and the shapes of packed weights are skipped, because config.json has both. Vision
-towers and draft heads (MTP) are skipped, because they are not run. A tied output head can be stored
-in place of the embedding. If both are stored, they are compared.
+towers are skipped, because they are not run, and so is an MTP head if nothing drafts with it. A
+tied output head can be stored in place of the embedding. If both are stored, they are compared.
 """
 
 import re
 from collections import defaultdict
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,24 +20,33 @@ from nanovllm.layers.attention import Backend
 from nanovllm.layers.linear import Target
 from nanovllm.layers.quantized import QuantizedWeight
 from nanovllm.layers.tensor_parallel import TensorParallel
-from nanovllm.models.decoder import CausalLM
+from nanovllm.models.decoder import CausalLM, DecoderSpec
 from nanovllm.models.moe import Experts
+from nanovllm.models.mtp import DraftingLM
 from nanovllm.models.spec import ModelSpec
 
-_SKIPPED_PARTS = ("model.visual.", "model.vision_tower.", "model.multi_modal_projector.", "mtp.")
+_SKIPPED_PARTS = ("model.visual.", "model.vision_tower.", "model.multi_modal_projector.")
 _SKIPPED_ENDS = ("rotary_emb.inv_freq", "weight_shape")
 
 
 def make_model(
-    spec: ModelSpec, backend: Backend, files: TensorFiles | None, tp: TensorParallel
+    spec: ModelSpec,
+    backend: Backend,
+    files: TensorFiles | None,
+    tp: TensorParallel,
+    drafts: bool = False,
 ) -> CausalLM:
     """Make a model whose parameters take no memory yet, because they are on `meta`.
+
+    If it `drafts`, it has an MTP head.
 
     Its layers are quantized before they are allocated, because the float weights of all layers may
     not fit into memory.
     """
     with torch.device("meta"):
         model = spec.make_model(backend, tp)
+        if drafts:
+            model = DraftingLM(model, cast(DecoderSpec, spec), backend)
     for name, layer in model.named_modules():
         if isinstance(layer, Experts) and files is not None:
             layer.is_stacked = f"{name}.down_proj.weight" in files
@@ -127,6 +136,8 @@ def _find_unexpected(model: CausalLM, files: TensorFiles, format: Format | None)
             continue
         if any(re.search(pattern, name) for pattern in model.skipped_names):
             continue
+        if name.startswith("mtp.") and not isinstance(model, DraftingLM):
+            continue
         # AutoGPTQ adds biases of zeros where there are none.
         is_zero_bias = format is not None and name.endswith(".bias") and not files.read(name).any()
         if not is_zero_bias:
@@ -147,7 +158,7 @@ def init_dummy_weights(model: CausalLM, seed: int) -> None:
         if full.dim() > 1:
             full.normal_(0.0, 0.02, generator=generator)
         else:
-            full.fill_(1.0 if name.endswith("norm.weight") else 0.0)
+            full.fill_(1.0 if "norm" in name.split(".")[-2] else 0.0)
         for target in parts:
             target.destination.copy_(full[target.shard])
 

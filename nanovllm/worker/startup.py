@@ -133,9 +133,12 @@ def warm_up(worker: Worker, sample: Callable[[Tensor], object]) -> None:
 def make_planner(worker: Worker) -> CachePlanner:
     """Find the bytes of a block and of a state slot, without memory for them."""
 
-    def count_bytes(**number: int) -> int:
+    def sum_bytes(**number: int) -> int:
         caches = worker.make_caches(torch.device("meta"), **number)
         return sum(cache.nbytes for cache in caches)
+
+    def count_bytes(**number: int) -> int:  # that these add to an empty cache
+        return sum_bytes(**number) - sum_bytes()
 
     block_bytes = count_bytes(num_blocks=1)  # in all layers
     window_block_bytes = 0

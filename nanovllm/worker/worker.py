@@ -21,6 +21,7 @@ from nanovllm.layers import attention
 from nanovllm.layers.tensor_parallel import ALONE
 from nanovllm.models import weights
 from nanovllm.models.decoder import CausalLM
+from nanovllm.models.mtp import has_head, make_hidden_cache
 from nanovllm.models.spec import ModelSpec
 from nanovllm.utils.checks import naming
 from nanovllm.utils.helpers import cdiv, report
@@ -70,6 +71,7 @@ class Worker:
         self.kernels: ModuleType | None = None
         self.backend: attention.Backend = attention  # stores K/V and attends to them
         self.block_size = config.kvcache_block_size or attention.PREFERRED_BLOCK_SIZE
+        self.drafts = False  # whether the model has an MTP head
         # Weights must stay ordinary tensors, which can be changed in place.
         with engine_settings(self.device), torch.inference_mode(False):
             if config.enable_kernels:
@@ -83,7 +85,9 @@ class Worker:
                 )
             # Measures what this rank takes of a GPU's memory, from here on.
             self.meter = MemoryMeter(self.device) if self.device.type == "cuda" else None
-            self.model = self.load_model(open_weights(directory, config.load_format))
+            files = open_weights(directory, config.load_format)
+            self.drafts = has_head(config, spec, files)
+            self.model = self.load_model(files)
         self.plan = CachePlan()  # the sizes of the KV cache, which startup.py allocates
         self.kv_caches: list[Tensor] = []  # each layer's K/V or states
         self.graphs: CudaGraphs | None = None
@@ -96,7 +100,7 @@ class Worker:
         with torch.device("cpu"):  # safetensors reads there, whatever the caller's default is
             # torch raises RuntimeError where a tensor's size overflows.
             with naming(self.directory / "config.json", RuntimeError, MemoryError):
-                model = weights.make_model(self.spec, self.backend, files, self.tp)
+                model = weights.make_model(self.spec, self.backend, files, self.tp, self.drafts)
                 check_memory(weights.count_bytes(model), self.device)
             weights.allocate(model, self.device)
             if self.kernels is not None:
@@ -165,12 +169,15 @@ class Worker:
     ) -> list[Tensor]:
         """Make what each layer keeps between steps: K/V of this rank's heads, or states.
 
-        Layers with a window have num_window_blocks if that is not 0. Others have num_blocks.
+        Layers with a window have num_window_blocks if that is not 0. Others have num_blocks. An MTP
+        head has the last two caches.
         """
         spec = self.spec
         caches: list[Tensor] = []
-        for layer in range(spec.num_layers):
-            shape = spec.attention_shape(layer)
+        shapes = [spec.attention_shape(layer) for layer in range(spec.num_layers)]
+        if self.drafts:
+            shapes.append(spec.attention_shapes[-1])
+        for shape in shapes:
             if shape is None:
                 size = (num_state_slots, spec.state_size // self.tp.size)
                 caches.append(torch.zeros(size, dtype=torch.float32, device=device))
@@ -180,6 +187,9 @@ class Worker:
             num_kv_heads, _ = self.tp.divide(shape.num_kv_heads)
             sizes = (count, self.block_size, num_kv_heads, shape.head_dim)
             caches.append(self.backend.make_cache(*sizes, spec.dtype, device))
+        if self.drafts:
+            with device:
+                caches.append(make_hidden_cache(spec, num_blocks, self.block_size))
         return caches
 
     def report(self, message: str) -> None:

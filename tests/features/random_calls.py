@@ -13,7 +13,8 @@ from random_engines import Case
 from nanovllm import LLM, trace
 from nanovllm.engine.outputs import RequestOutput
 from nanovllm.engine.request import Inbox, Request
-from nanovllm.features.speculation.drafts import Drafts, PromptLookup
+from nanovllm.features.speculation.drafts import Drafts
+from nanovllm.features.speculation.proposers import PromptLookup
 
 ACTIONS = {
     "step": 12,
@@ -90,7 +91,7 @@ class Calls:
                 answers.append(output["prompt_token_ids"] + output["token_ids"])
         drafts: Any = find_feature(self.llm, Drafts)
         drafts.costs.choose_count = lambda step, candidates: len(candidates)
-        drafts.make_proposer = lambda token_ids: Foresight(token_ids, answers)
+        drafts.proposer.make_lookup = lambda token_ids: Foresight(token_ids, answers)
 
     def run(self) -> None:
         names = list(ACTIONS)

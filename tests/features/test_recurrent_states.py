@@ -43,7 +43,7 @@ class Engine:
             drafts = Drafts()
             drafts.max_draft_len = 3
             drafts.costs = StepCosts(per_token=0.0)
-            drafts.make_proposer = lambda token_ids: SimpleNamespace(
+            drafts.proposer.make_lookup = lambda token_ids: SimpleNamespace(
                 propose=lambda num_tokens: propose(token_ids, num_tokens)
             )
             features.insert(0, drafts)

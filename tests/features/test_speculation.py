@@ -27,11 +27,8 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
 from nanovllm.features.speculation.costs import StepCosts, measure_costs
-from nanovllm.features.speculation.drafts import (
-    Drafts,
-    PromptLookup,
-    Proposal,
-)
+from nanovllm.features.speculation.drafts import Drafts, Proposal
+from nanovllm.features.speculation.proposers import PromptLookup
 from nanovllm.layers import attention as torch_backend
 from nanovllm.worker.cache_plan import CachePlan
 
@@ -42,7 +39,8 @@ def draft_sevens():
     drafts = Drafts()
     drafts.max_draft_len = 7
     drafts.costs = FREE
-    drafts.make_proposer = lambda _: SimpleNamespace(propose=lambda num_tokens: [7] * num_tokens)
+    sevens = SimpleNamespace(propose=lambda num_tokens: [7] * num_tokens)
+    drafts.proposer.make_lookup = lambda token_ids: sevens
     return drafts
 
 
@@ -138,7 +136,7 @@ def test_drafts_change_no_token(tmp_path, make_llm, checkpoint, options):
     with make(num_speculative_tokens=7, trace=path) as llm:
         answers = [output["prompt_token_ids"] + output["token_ids"] for output in expected]
         drafts = make_drafts_free(llm)
-        drafts.make_proposer = lambda token_ids: Foresight(token_ids, answers)
+        drafts.proposer.make_lookup = lambda token_ids: Foresight(token_ids, answers)
         for _ in range(2):  # with a cold cache, then with a warm one
             for output, other in zip(llm.generate(prompts, params), expected, strict=True):
                 assert find_difference(output, other) is None
@@ -181,7 +179,7 @@ def make_decode(acceptance_rate, max_tokens=8, **params):
     seq = Sequence(0, [1, 2, 3] * 3, SamplingParams(max_tokens=max_tokens, **params))
     seq.token_ids.append(1)
     seq.num_computed_tokens = 9
-    return seq, Proposal(PromptLookup(seq.token_ids), acceptance_rate=acceptance_rate)
+    return seq, Proposal(acceptance_rate)
 
 
 def choose(decodes, costs=FREE, budget=100):
@@ -236,7 +234,7 @@ def test_some_requests_get_short_drafts_or_none(params, expected):
 
 
 def test_acceptance_rates_are_learned():
-    proposal = Proposal(PromptLookup([1]), token_ids=[1, 2, 3, 4], position=2)
+    proposal = Proposal(0.5, token_ids=[1, 2, 3, 4], position=2)
     proposal.learn([9, 9, 1, 2])
     assert proposal.acceptance_rate == pytest.approx(1 - 0.5 * 0.9**2)
     proposal.learn([9, 9, 7, 2, 3, 4])
@@ -268,6 +266,7 @@ def test_costs_of_steps_are_measured(monkeypatch, max_num_batched_tokens, launch
         block_table_width=16,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=64,
+        drafts=False,
     )
     executor = SimpleNamespace(worker=worker, execute=execute)
     assert measure_costs(executor, 4) == StepCosts(pytest.approx(per_token))

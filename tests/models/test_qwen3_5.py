@@ -188,7 +188,7 @@ def let_draft(llm, answers, is_right):
 
         return SimpleNamespace(propose=propose)
 
-    make_drafts_free(llm).make_proposer = make_proposer
+    make_drafts_free(llm).proposer.make_lookup = make_proposer
 
 
 @pytest.mark.parametrize(

@@ -162,13 +162,13 @@ def serve_drafts(llm):
     prompt = random_prompt(2, 13)
     answer = prompt + llm.generate(prompt, greedy(20))[0]["token_ids"]
     drafts = make_drafts_free(llm)
-    drafts.make_proposer = lambda token_ids: Proposer(token_ids, answer)
+    drafts.proposer.make_lookup = lambda token_ids: Proposer(token_ids, answer)
     llm.generate(prompt, greedy(20))
 
 
 def serve_drafts_between_prompts(llm):
     """Sequences with rejected drafts wait, because new prompts go first."""
-    make_drafts_free(llm).make_proposer = lambda token_ids: Proposer(token_ids, [])
+    make_drafts_free(llm).proposer.make_lookup = lambda token_ids: Proposer(token_ids, [])
     llm.add_request(random_prompt(2, 13), greedy(30))
     for number in count():
         if llm.is_finished():

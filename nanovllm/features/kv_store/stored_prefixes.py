@@ -262,6 +262,7 @@ def group_layers(worker: Worker) -> tuple[EntryKind, EntryKind, EntryKind]:
         shape = worker.spec.attention_shape(layer)
         has_second_pool = shape is not None and shape.window and worker.plan.num_window_blocks > 0
         groups["state" if shape is None else "window" if has_second_pool else "kv"].append(layer)
+    groups["kv"] += range(worker.spec.num_layers, len(worker.kv_caches))  # of an MTP head
     dtype = worker.spec.dtype
     return (
         EntryKind("kv", worker, groups["kv"], dtype),

@@ -1,5 +1,6 @@
-"""Speculative decoding with drafts by prompt lookup.
+"""Speculative decoding with drafts by prompt lookup or by an MTP head.
 
-drafts.py  proposes and verifies draft tokens
-costs.py   measures what a token costs, to choose the number of draft tokens
+drafts.py     chooses and verifies draft tokens
+proposers.py  what proposes them
+costs.py      measures what a token costs, to choose the number of draft tokens
 """

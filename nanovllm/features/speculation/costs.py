@@ -4,7 +4,7 @@
 
 Most of a short step is the time to read the weights, which makes draft tokens nearly free.
 `per_token` depends on the machine, the model and its format, so it is measured when the engine
-starts.
+starts. So is `per_pass`, what an MTP head adds for each token of the longest draft.
 
 A step is worth computing with a draft if expected tokens / seconds increases. Each draft token adds
 the probability that it and all draft tokens before it are accepted.
@@ -12,12 +12,15 @@ the probability that it and all draft tokens before it are accepted.
 
 import timeit
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 
+from nanovllm.batch.packing import copy_to
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
 from nanovllm.layers.sampler import find_best
+from nanovllm.models.mtp import DraftingLM
 from nanovllm.worker.dummy_steps import make_dummy_batch
 from nanovllm.worker.executor import Executor
 
@@ -41,6 +44,26 @@ class StepCosts:
     """What each token after the first one adds to a step, as a share of a step of one token."""
 
     per_token: float
+    per_pass: float = 0.0  # what each pass of an MTP head adds
+
+    def choose_length(self, step: Step, rates: list[float], limits: list[int]) -> int:
+        """Return how long the drafts have to be for the most expected tokens per second.
+
+        `rates` are the acceptance rates of sequences, and `limits` their longest possible drafts.
+        """
+        cost = 1 + self.per_token * (sum(step.num_tokens) - 1)
+        expected = float(sum(step.num_logits))
+        best_rate = LEAST_GAIN * expected / cost
+        best_length = 0
+        for length in range(1, max(limits) + 1):
+            active = [rate for rate, limit in zip(rates, limits) if limit >= length]
+            cost += self.per_token * len(active)
+            cost += self.per_pass * (1 + self.per_token * (len(active) - 1))
+            expected += sum([rate**length for rate in active])
+            if expected > best_rate * cost:
+                best_rate = expected / cost
+                best_length = length
+        return best_length
 
     def choose_count(self, step: Step, candidates: list[Candidate]) -> int:
         """Return how many candidates give the most expected tokens per second.
@@ -80,6 +103,11 @@ def measure_costs(executor: Executor, max_draft_len: int) -> StepCosts:
         # The minimum of three, because the first run of a size may compile.
         return min(timeit.repeat(run, number=1, repeat=3))
 
+    def run_head() -> None:
+        model = cast(DraftingLM, worker.model)
+        batch = copy_to(make_dummy_batch(worker, [1]), worker.device)
+        find_best(model.compute_logits(model.draft(batch, worker.kv_caches))).tolist()
+
     most = min(worker.max_num_batched_tokens, worker.max_model_len)
     one = measure(1)
     per_token = 0.0
@@ -88,4 +116,7 @@ def measure_costs(executor: Executor, max_draft_len: int) -> StepCosts:
         if num_tokens > 1:
             growth = measure(num_tokens) / one - 1
             per_token = max(per_token, growth / (num_tokens - 1))
-    return StepCosts(per_token)
+    per_pass = 0.0
+    if worker.drafts:
+        per_pass = min(timeit.repeat(run_head, number=1, repeat=3)) / one
+    return StepCosts(per_token, per_pass)

@@ -8,9 +8,10 @@ position. A draft token is therefore accepted exactly when it equals the token t
 its place. (Leviathan et al. 2023 use rejection sampling instead.)
 
 A draft costs time, so a step computes only those draft tokens that raise its expected tokens per
-second (costs.py). The acceptance rate of a sequence is learned from its earlier proposals,
-whether a step computed them or not. Drafts take the tokens and blocks that a step leaves unused,
-and can evict cached blocks. No sequence waits or is preempted for a draft.
+second (costs.py), and an MTP head runs only if that, too, is worth its time. The acceptance rate of
+a sequence is learned from its earlier proposals, whether a step computed them or not. Drafts take
+the tokens and blocks that a step leaves unused, and can evict cached blocks. No sequence waits or
+is preempted for a draft.
 """
 
 from dataclasses import dataclass, field
@@ -23,9 +24,13 @@ from nanovllm.engine.outputs import FinishReason
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
 from nanovllm.features.speculation.costs import Candidate, measure_costs
+from nanovllm.features.speculation.proposers import MTPProposer, PromptLookupProposer, Proposer
+from nanovllm.utils.helpers import report
 from nanovllm.worker.device import engine_settings
 
 LEARNING_RATE = 0.1  # weight of the newest draft token in the acceptance rate
+# How fast a sequence without proposals returns to the first rate, to try again after some 50 steps.
+FORGETTING_RATE = 0.002
 
 
 class PromptLookup:
@@ -64,10 +69,9 @@ class PromptLookup:
 class Proposal:
     """A sequence's newest proposal, for the tokens from `position` on, and its acceptance rate."""
 
-    proposer: PromptLookup
+    acceptance_rate: float
     token_ids: list[int] = field(default_factory=list)
     position: int = 0
-    acceptance_rate: float = 0.5
 
     def learn(self, token_ids: list[int]) -> None:
         """Compare the proposal with the tokens that were sampled, computed as a draft or not."""
@@ -76,6 +80,10 @@ class Proposal:
             self.acceptance_rate += LEARNING_RATE * (outcome - self.acceptance_rate)
             if proposed != token_id:
                 break
+
+    def forget(self, first_rate: float) -> None:
+        """Move the acceptance rate towards the first one, because nothing is proposed."""
+        self.acceptance_rate += FORGETTING_RATE * (first_rate - self.acceptance_rate)
 
 
 class Drafts(Feature):
@@ -88,9 +96,9 @@ class Drafts(Feature):
 
     serves = "num_speculative_tokens"
     can_overlap = False
-    make_proposer = PromptLookup  # for each sequence
 
     def __init__(self) -> None:
+        self.proposer: Proposer = PromptLookupProposer()
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
 
@@ -105,6 +113,15 @@ class Drafts(Feature):
         )
         with engine_settings(engine.device):
             self.costs = measure_costs(engine.executor, self.max_draft_len)
+        name = "prompt lookup"
+        if worker.drafts:
+            name = "the model's MTP head"
+            sampler = engine.model_runner.sampler
+            self.proposer = MTPProposer(engine.executor, sampler, engine.scheduler.block_manager)
+        report(
+            f"drafts by {name}: a draft token adds {self.costs.per_token:.0%} to a step of one"
+            f" token, and {self.costs.per_pass:.0%} to propose it"
+        )
         return super().start(engine)
 
     def reset(self) -> None:
@@ -128,7 +145,7 @@ class Drafts(Feature):
     def choose(self, step: Step, max_num_tokens: int) -> dict[Sequence, list[int]]:
         """Choose drafts for a step, which has at most `max_num_tokens` with them."""
         budget = min(max_num_tokens, MAX_DRAFT_STEP) - sum(step.num_tokens)
-        candidates = self._collect_candidates(step)[: max(0, budget)]
+        candidates = self._collect_candidates(step)[:budget] if budget > 0 else []
         num_chosen = self.costs.choose_count(step, candidates)
         drafts: dict[Sequence, list[int]] = {}
         for candidate in candidates[:num_chosen]:
@@ -137,26 +154,46 @@ class Drafts(Feature):
 
     def _collect_candidates(self, step: Step) -> list[Candidate]:
         """All draft tokens that could be computed, the most probable first."""
+        limits = self._find_limits(step)
         candidates: list[Candidate] = []
-        for index, seq in enumerate(step.seqs):
-            # Penalties and min_tokens make logits depend on more than the K/V of the tokens before.
-            is_eligible = not seq.params.penalizes and len(seq.token_ids) >= seq.min_num_tokens
-            if not step.is_decode(index) or not is_eligible:
-                continue
-            if seq not in self.proposals:
-                self.proposals[seq] = Proposal(self.make_proposer(seq.token_ids))
+        for seq, draft in zip(limits, self._propose(step, limits)):
             proposal = self.proposals[seq]
-            proposal.learn(seq.token_ids)
-            proposal.token_ids = proposal.proposer.propose(self.max_draft_len)
+            proposal.token_ids = draft
             proposal.position = len(seq.token_ids)
-            max_len = seq.max_num_tokens - len(seq.token_ids) - 1
             probability = 1.0
-            for token_id in proposal.token_ids[: max(0, max_len)]:
+            for token_id in draft:
                 probability *= proposal.acceptance_rate
                 candidates.append(Candidate(probability, seq, token_id))
         # A stable sort keeps the tokens of a draft in order.
         candidates.sort(key=attrgetter("probability"), reverse=True)
         return candidates
+
+    def _find_limits(self, step: Step) -> dict[Sequence, int]:
+        """Return how long the drafts of sequences can be. Learn from their last proposals."""
+        limits: dict[Sequence, int] = {}
+        for index, seq in enumerate(step.seqs):
+            # Penalties and min_tokens make logits depend on more than the K/V of the tokens before.
+            is_eligible = not seq.params.penalizes and len(seq.token_ids) >= seq.min_num_tokens
+            limit = min(self.max_draft_len, seq.max_num_tokens - len(seq.token_ids) - 1)
+            if not step.is_decode(index) or not is_eligible or limit <= 0:
+                continue
+            if seq not in self.proposals:
+                self.proposals[seq] = Proposal(self.proposer.first_rate)
+            self.proposals[seq].learn(seq.token_ids)
+            limits[seq] = limit
+        return limits
+
+    def _propose(self, step: Step, limits: dict[Sequence, int]) -> list[list[int]]:
+        """Return drafts, which are empty if they take the proposer longer than they save."""
+        length = self.max_draft_len
+        if self.costs.per_pass > 0 and limits:
+            rates = [self.proposals[seq].acceptance_rate for seq in limits]
+            length = self.costs.choose_length(step, rates, list(limits.values()))
+        if length == 0 or not limits:
+            for seq in limits:
+                self.proposals[seq].forget(self.proposer.first_rate)
+            return [[] for _ in limits]
+        return self.proposer.propose(list(limits), [min(length, each) for each in limits.values()])
 
     def sampled(self, step: Step, token_ids: list[list[int]]) -> list[list[int]]:
         """Verify the drafts, as if only accepted tokens had been scheduled."""

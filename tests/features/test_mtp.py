@@ -1,0 +1,148 @@
+"""Drafts by an MTP head: which tokens it proposes, and that they change no token of the output.
+
+A wrong head changes no token, only how many are accepted, so the drafts themselves are compared
+with those of a loop in plain torch, which has transformers' layers and no cache.
+"""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from conftest import (
+    check_invariants,
+    find_feature,
+    generate_ids,
+    greedy,
+    make_drafts_free,
+    random_prompt,
+)
+from families import make_family
+from safetensors.torch import save_file
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.features.speculation.drafts import Drafts
+from nanovllm.features.speculation.proposers import MTPProposer
+
+FAMILIES = ["qwen3", "qwen3.5", "qwen3.5-moe-tied", "qwen3-next"]
+SMALL = {"num_kvcache_blocks": 40, "kvcache_block_size": 4, "max_num_batched_tokens": 24}
+
+
+class Head(torch.nn.Module):
+    """An MTP head of transformers' layers, with random weights."""
+
+    def __init__(self, oracle):
+        super().__init__()
+        decoder = oracle.model.model
+        layer = next(layer for layer in decoder.layers if hasattr(layer, "self_attn"))
+        size = decoder.norm.weight.numel()
+        torch.manual_seed(1)
+        self.pre_fc_norm_embedding = copy.deepcopy(decoder.norm)
+        self.pre_fc_norm_hidden = copy.deepcopy(decoder.norm)
+        self.fc = torch.nn.Linear(2 * size, size, bias=False)
+        self.layers = torch.nn.ModuleList([copy.deepcopy(layer)])
+        self.norm = copy.deepcopy(decoder.norm)
+        for parameter in self.parameters():
+            parameter.data.add_(0.3 * torch.randn_like(parameter) / parameter.shape[-1] ** 0.5)
+
+
+class Drafter:
+    """Drafts for one sequence, computing all of it anew for each token."""
+
+    def __init__(self, oracle, head):
+        self.model = oracle.model
+        self.head = head
+
+    @torch.inference_mode()
+    def draft(self, token_ids, num_tokens):
+        decoder = self.model.model
+        ids = torch.tensor([token_ids])
+        hidden = decoder(ids[:, :-1]).last_hidden_state
+        before = torch.nn.functional.pad(hidden, (0, 0, 1, 0))
+        drafted = []
+        for _ in range(num_tokens):
+            parts = [
+                self.head.pre_fc_norm_embedding(decoder.embed_tokens(ids)),
+                self.head.pre_fc_norm_hidden(before),
+            ]
+            x = self.head.fc(torch.cat(parts, -1))
+            positions = torch.arange(ids.shape[1])[None]
+            cos_sin = decoder.rotary_emb(x, positions)
+            mask = torch.full((ids.shape[1], ids.shape[1]), -torch.inf).triu(1)[None, None]
+            x = self.head.layers[0](x, attention_mask=mask, position_embeddings=cos_sin)
+            x = self.head.norm(x[0] if isinstance(x, tuple) else x)
+            newest = int(self.model.lm_head(x[0, -1]).argmax())
+            drafted.append(newest)
+            ids = torch.cat([ids, torch.tensor([[newest]])], 1)
+            before = torch.cat([before, x[:, -1:]], 1)
+        return drafted
+
+
+@pytest.fixture(scope="module")
+def make_pair(tmp_path_factory):
+    """Make a checkpoint with a head, once for each family. Return its folder and a Drafter."""
+    made = {}
+
+    def make(name):
+        if name not in made:
+            directory = tmp_path_factory.mktemp("mtp")
+            oracle = make_family(directory, name)
+            head = Head(oracle)
+            weights = {f"mtp.{name}": each for name, each in head.state_dict().items()}
+            save_file(
+                {name: each.contiguous() for name, each in weights.items()},
+                directory / "mtp.safetensors",
+            )
+            made[name] = directory, Drafter(oracle, head.eval())
+        return made[name]
+
+    return make
+
+
+def record_drafts(llm, answers=()):
+    """Let an engine draft in each step. Return what its head proposes: (token_ids, draft).
+
+    A draft for one of the `answers` is then replaced by what follows, except for its last token.
+    """
+    drafts = make_drafts_free(llm)
+    assert isinstance(drafts.proposer, MTPProposer)
+    propose = drafts.proposer.propose
+    proposals = []
+
+    def propose_and_record(seqs, limits):
+        result = propose(seqs, limits)
+        replaced = []
+        for seq, draft in zip(seqs, result, strict=True):
+            proposals.append((list(seq.token_ids), draft))
+            start = len(seq.token_ids)
+            for answer in answers:
+                if answer[:start] == seq.token_ids:
+                    draft = answer[start : start + len(draft) - 1] + draft[-1:]
+            replaced.append(draft)
+        return replaced
+
+    drafts.proposer.propose = propose_and_record
+    return proposals
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_drafts_are_those_of_a_plain_loop(make_pair, name):
+    """Cold and warm, in chunks, after preemptions, and after accepted and rejected drafts."""
+    directory, drafter = make_pair(name)
+    prompts = [random_prompt(length, length) for length in (1, 4, 5, 33, 70)]
+    prompts.append(prompts[-1][:50] + random_prompt(0, 10))
+    with LLM(directory, **SMALL) as plain:
+        expected = generate_ids(plain, prompts, greedy(12))
+    with LLM(directory, num_speculative_tokens=3, **SMALL) as llm:
+        answers = [prompt + tokens for prompt, tokens in zip(prompts, expected)]
+        proposals = record_drafts(llm, answers)
+        for _ in range(2):
+            assert generate_ids(llm, prompts, greedy(12)) == expected
+            check_invariants(llm)
+        stats = llm.stats
+    assert stats["num_preemptions"] > 0
+    assert stats["num_cached_tokens"] > 0
+    assert 20 < stats["num_accepted_tokens"] < stats["num_draft_tokens"]
+    assert len(proposals) > 20
+    for token_ids, draft in proposals:
+        assert draft == drafter.draft(token_ids, len(draft)), len(token_ids)
