@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from threading import RLock
 from typing import Any
 
+import numpy as np
 from tqdm import tqdm
 
 from nanovllm.config import Config, takes
@@ -13,6 +14,7 @@ from nanovllm.engine.input_processor import PreparedPrompt, Prompt
 from nanovllm.engine.outputs import RequestOutput
 from nanovllm.engine.request import Inbox
 from nanovllm.features.beam_search import BeamSearch, make_outputs, search_together
+from nanovllm.features.embeddings import Embeddings, Pooling, choose_pooling, prepare_embedding
 from nanovllm.features.kv_store.stored_prefixes import SavedPrefixes, StoredPrefixes
 from nanovllm.features.logits_processors import LogitsProcessors
 from nanovllm.features.prompt_logprobs import PromptScores
@@ -47,6 +49,8 @@ class ProgressBar(tqdm):
 
 def list_prompts(prompts: Any) -> Sequence[Any]:
     """Return the prompts of a call, which has been given one prompt or a list of them."""
+    expected = "a str, a list of token ids, or a list of these"
+    check_type("prompts", prompts, (str, list, tuple), expected)
     is_list = isinstance(prompts, (list, tuple))
     are_many = is_list and all(isinstance(prompt, (str, list, tuple)) for prompt in prompts[:1])
     return prompts if are_many else [prompts]
@@ -68,6 +72,7 @@ class LLM(UpdatableEngine):
             SavedPrefixes(),
             PromptScores(),
             LogitsProcessors(),
+            Embeddings(),
             StructuredOutputs(),
             Drafts(),
             RecurrentStates(),
@@ -149,6 +154,41 @@ class LLM(UpdatableEngine):
         )
         return self.generate(prompts, sampling_params, use_tqdm)
 
+    def embed(
+        self,
+        prompts: Prompts,
+        pooling: Pooling | None = None,
+        normalize: bool = True,
+        use_tqdm: bool = True,
+    ) -> list[np.ndarray]:
+        """Return a vector of the hidden states of each prompt, float32 [hidden_size].
+
+        `prompts` are those of `generate`. A prompt can have max_model_len tokens.
+
+        Args:
+            pooling: "last": the hidden state of the last token. "mean": the mean of all. None: what
+                the checkpoint's modules.json says, or "last".
+            normalize: Divide the vector by its length.
+
+        Raises ValueError if the hidden states of a prompt are NaN or infinite.
+        """
+        check_bool("normalize", normalize)
+        prepared = self.prepare_embeddings(prompts, pooling)
+        outputs = self._generate(prepared, use_tqdm)
+        vectors: list[np.ndarray] = []
+        for index, (prompt, output) in enumerate(zip(prepared, outputs)):
+            if output["finish_reason"] != "length":
+                reason = output["error"] or output["finish_reason"]
+                raise ValueError(f"prompt {index} has no embedding: {reason}")
+            vectors.append(prompt.fields["pooled"].read(normalize))
+        return vectors
+
+    def prepare_embeddings(self, prompts: Any, pooling: Any = None) -> list[PreparedPrompt]:
+        """Tokenize and check prompts that are embedded."""
+        chosen = choose_pooling(pooling, self.executor.worker.directory)
+        encode = self.input_processor.encoder.encode
+        return [prepare_embedding(prompt, chosen, encode) for prompt in list_prompts(prompts)]
+
     def encode_chats(self, conversations: list[list[Message]], **options: Any) -> list[Prompt]:
         """Return the token ids of conversations. `options` are those of `chat`."""
         if self.tokenizer is None:
@@ -200,8 +240,6 @@ class LLM(UpdatableEngine):
 
     def prepare_prompts(self, prompts: Any, sampling_params: Any) -> list[PreparedPrompt]:
         """Tokenize and check prompts and their sampling_params, as given to `generate`."""
-        expected = "a str, a list of token ids, or a list of these"
-        check_type("prompts", prompts, (str, list, tuple), expected)
         prompts = list_prompts(prompts)
         prepare = self.input_processor.prepare
         if not isinstance(sampling_params, (list, tuple)):

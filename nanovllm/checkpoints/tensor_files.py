@@ -135,6 +135,14 @@ class GivenTensors(TensorFiles):
             self._tensors[name] = tensor.detach()
             self._stored[name] = (self.directory, stored_name)
 
+    def add_mtp_head(self, files: TensorFiles) -> None:
+        """Add the MTP head of `files`, unless one is given. Trainers do not know it."""
+        names = [name for name in files.list_unread() if name.startswith("mtp.")]
+        if not any(name.startswith("mtp.") for name in self._tensors):
+            for name in names:
+                self._tensors[name] = files.read(name)
+                self._stored[name] = (self.directory, name)
+
     def list_names(self) -> list[str]:
         return list(self._stored)
 

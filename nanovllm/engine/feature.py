@@ -10,10 +10,10 @@ override it, in order, and know none of them by name:
         limit_tokens, scheduled              for tokens, except decodes that enter or fill no block
         releasing                            for a running sequence that is preempted
     planned                                  the step can still be extended, within its budget
-    wanted_rows                              rows of logits beside those that are sampled
+    wanted_rows                              rows of logits or hidden states
     prepared                                 the batch can still be changed
     computed                                 logits, before any of them is sampled
-    receive_rows                             the rows of logits that it wanted
+    receive_rows                             the rows that it wanted
     processed                                logits of requests that change them
     sampled                                  tokens, the last feature first
     advanced                                 the step's tokens count as computed
@@ -67,6 +67,7 @@ class Feature:
     # A name in `needs` of Config, ModelSpec or SamplingParams.
     serves: ClassVar[str] = ""
     can_overlap: ClassVar[bool] = True
+    wants_hidden: ClassVar[bool] = False  # its rows are hidden states instead of logits
     scheduler: Any  # the Scheduler, which imports this module
 
     def start(self, engine: Any) -> bool:
@@ -118,7 +119,7 @@ class Feature:
         """The policy has planned the step. The rest of its budget can still be used."""
 
     def wanted_rows(self, step: Step) -> list[Row]:
-        """Return rows of logits that the feature wants, of tokens that the step computes."""
+        """Return the rows that the feature wants, of tokens that the step computes."""
         return []
 
     def prepared(self, step: Step, batch: Batch) -> Batch:
@@ -128,8 +129,10 @@ class Feature:
     def computed(self, step: Step, logits: Tensor) -> None:
         """The rows of logits that are sampled, one for each token that the step samples."""
 
-    def receive_rows(self, rows: list[Row], logits: Tensor) -> None:
+    def receive_rows(self, rows: list[Row], values: Tensor) -> None:
         """Receive rows of `wanted_rows`, all of them or in parts, with their logits.
+
+        With `wants_hidden` they come with their hidden states, after the model's last norm.
 
         With several ranks this runs in rank 0's thread, which finishes the step of a call that was
         interrupted.

@@ -1,12 +1,13 @@
-"""The rows of logits of a step: those that are sampled, and those that features ask for.
+"""The rows of a step: hidden states and logits, those that are sampled and those of features.
 
     tokens of a step       | 4  5  6  7 |     5 and 6 are wanted, and the row of 7 is sampled
-    rows of logits              0  1  2       a row can have several owners
+    rows                        0  1  2       a row can have several owners
 
 The rows of a sequence are those of its last tokens in the step, because kernels need not compute
-other tokens in the last layer.
+other tokens in the last layer. Logits are computed for the rows that need them.
 """
 
+from collections.abc import Callable, Iterable
 from itertools import accumulate, groupby
 from operator import itemgetter
 
@@ -42,21 +43,32 @@ class Rows:
         for num_logits, end in zip(step.num_logits, row_ends):
             self.sampled += range(end - num_logits, end)
 
-    def hand_out(self, logits: Tensor, start: int) -> Tensor:
-        """Give each feature its rows of `logits`, a part that begins with row number `start`.
+    def hand_out(
+        self, hidden: Tensor, start: int, compute_logits: Callable[[Tensor | None], Tensor]
+    ) -> Tensor:
+        """Give each feature its rows of `hidden`, a part that begins with row number `start`.
 
-        Return the rows that are sampled.
+        compute_logits(indices) returns the logits of some rows of `hidden`, or of all of them for
+        None. Return the logits that are sampled.
         """
         if not self.wanted:
-            return logits
-        part = range(start, start + len(logits))
-        for feature, group in groupby(self.wanted, key=itemgetter(0)):
-            own = [(row, index) for _, row, index in group if index in part]
-            if own:
-                rows, indices = zip(*own)
-                feature.receive_rows(list(rows), take(logits, indices, start))
-        return take(logits, [index for index in self.sampled if index in part], start)
+            return compute_logits(None)
+        part = range(start, start + len(hidden))
+        wanted = [each for each in self.wanted if each[2] in part]
+        sampled = [index for index in self.sampled if index in part]
+        scored = [index for feature, _, index in wanted if not feature.wants_hidden]
+        with_logits = sorted({*sampled, *scored})
+        logits = compute_logits(to_index([index - start for index in with_logits], hidden))
+        place_of = {index: place for place, index in enumerate(with_logits)}
+        for feature, group in groupby(wanted, key=itemgetter(0)):
+            _, rows, indices = zip(*group)
+            if feature.wants_hidden:
+                values = hidden[to_index([index - start for index in indices], hidden)]
+            else:
+                values = logits[to_index(map(place_of.__getitem__, indices), hidden)]
+            feature.receive_rows(list(rows), values)
+        return logits[to_index(map(place_of.__getitem__, sampled), hidden)]
 
 
-def take(logits: Tensor, indices: list[int] | tuple[int, ...], start: int) -> Tensor:
-    return logits[to_device(np.array(indices, np.int64) - start, logits.device)]
+def to_index(numbers: Iterable[int], like: Tensor) -> Tensor:
+    return to_device(np.array([*numbers], np.int64), like.device)

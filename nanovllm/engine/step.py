@@ -21,7 +21,7 @@ Value = TypeVar("Value")
 
 
 class Row(NamedTuple):
-    """A row of logits that a feature asks for: those after the token at `position` of `seq`."""
+    """A row that a feature asks for: logits or hidden states of the token at `position`."""
 
     seq: Sequence
     position: int

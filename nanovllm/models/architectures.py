@@ -71,6 +71,7 @@ class Family(NamedTuple):
     names: Mapping[str, str] = {}  # where they differ from NAMES
 
 
+_HEAD = "ForCausalLM"  # in the names of classes that have one
 _NORMED = {"qk_norm": True}
 _FUSED = {"qkv_names": ("qkv_proj",) * 3, "gate_up_names": ("gate_up_proj",) * 2}
 _GEMMA3 = Family(
@@ -123,6 +124,10 @@ def read_spec(
     path = Path(config.name_or_path or "", "config.json")
     with naming(path, Exception):  # an invalid value can raise anything
         name = next(iter(config.architectures or ()), None)
+        has_head = True
+        if name not in ARCHITECTURES and str(name).removesuffix("Model") + _HEAD in ARCHITECTURES:
+            name = str(name).removesuffix("Model") + _HEAD
+            has_head = False
         check_choice("dtype", str(dtype).removeprefix("torch."), DTYPES)
         quantized = read_quantization(config, quantization)
         if model_impl == "transformers" or (model_impl == "auto" and name not in ARCHITECTURES):
@@ -140,7 +145,10 @@ def read_spec(
         names = {**NAMES, **family.names}
         read = {**_read_fields(config, family.spec, names), **family.fixed}
         computed = family.compute(config, {**read, "max_model_len": max_model_len})
-        spec = family.spec(**{**read, **computed, "dtype": dtype, "quantization": quantized})
+        own = {"dtype": dtype, "quantization": quantized, "has_head": has_head}
+        if not has_head:
+            own["tie_embeddings"] = True  # so that nothing is missing
+        spec = family.spec(**{**read, **computed, **own})
         _check_ranks(spec, names, num_ranks)
         return spec
 

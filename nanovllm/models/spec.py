@@ -28,6 +28,7 @@ class ModelSpec:
     windows: tuple[int | None, ...]  # for each layer, as in AttentionShape
     intermediate_size: int = 0  # width of the MLPs, if there are any
     tie_embeddings: bool  # the embedding is the output head, too
+    has_head: bool = True  # whether it has logits that mean something
     max_len: int  # maximum number of positions, with RoPE scaling
     dtype: torch.dtype
     quantization: Quantization = NOT_QUANTIZED
@@ -62,7 +63,11 @@ class ModelSpec:
     @property
     def needs(self) -> list[str]:
         """What the model needs of the features of an engine."""
-        needs = {"recurrent states": self.has_states, "sliding windows": self.window is not None}
+        needs = {
+            "recurrent states": self.has_states,
+            "sliding windows": self.window is not None,
+            "embeddings": not self.has_head,
+        }
         return [name for name, is_needed in needs.items() if is_needed]
 
     def make_model(self, backend: Backend, tp: TensorParallel = ALONE) -> Any:

@@ -19,7 +19,7 @@ JsonObject = dict[str, Any]
 MAX_MESSAGE = 450  # characters of an error, because a client's input can be part of it
 # What a constraint can come from, and what can be a prompt. The first that a body has is at fault.
 CONSTRAINTS = ("structured_outputs", "response_format", "tools")
-PROMPTS = ("messages", "prompt", "tokens")
+PROMPTS = ("messages", "prompt", "tokens", "input")
 
 
 @dataclass(eq=False)

@@ -24,6 +24,7 @@ from nanovllm.engine.outputs import NAN_LOGITS
 from nanovllm.server.bodies import Bodies, until_disconnect
 from nanovllm.server.chat_completions import parse_chat
 from nanovllm.server.completions import parse_completion
+from nanovllm.server.embeddings import parse_embeddings
 from nanovllm.server.engine_thread import EngineThread, Outputs
 from nanovllm.server.errors import ApiError, JsonObject, blaming, handle_error, respond
 from nanovllm.server.metrics import Metrics
@@ -68,6 +69,7 @@ class Api:
             self.post(
                 "/v1/chat/completions", partial(parse_chat, self.model, self.parses_reasoning)
             ),
+            self.post("/v1/embeddings", partial(parse_embeddings, self.model)),
             self.post("/tokenize", tokenize),
             self.post("/detokenize", detokenize),
             Route("/v1/models", self.list_models),

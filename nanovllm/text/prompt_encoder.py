@@ -33,16 +33,19 @@ class PromptEncoder:
         if tokenizer is not None:
             self.max_chars = max_model_len * count_chars_per_token(tokenizer)
 
-    def encode(self, prompt: Any) -> list[int]:
+    def encode(self, prompt: Any, num_new_tokens: int = 1) -> list[int]:
         """Return the token ids of a prompt, which is a text or token ids.
+
+        There must be room for `num_new_tokens` after it.
 
         Raises ValueError or TypeError for what can never be served.
         """
         if isinstance(prompt, str):
             prompt = self.tokenize(prompt)
         check_type("a prompt", prompt, (list, tuple), "a str or a list of token ids")
-        if len(prompt) >= self.max_model_len:  # before a pass over all of them
-            raise self._too_long(f"{len(prompt)} tokens, which leave no room for output within")
+        if len(prompt) + num_new_tokens > self.max_model_len:  # before a pass over all of them
+            excess = "leave no room for output within" if num_new_tokens else "exceed"
+            raise self._too_long(f"{len(prompt)} tokens, which {excess}")
         if self.max_step_len is not None and len(prompt) > self.max_step_len:
             raise PromptTooLong(
                 f"a prompt of {len(prompt)} tokens exceeds"

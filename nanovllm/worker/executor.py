@@ -37,6 +37,7 @@ from nanovllm.worker.startup import serve_rank, start_worker
 from nanovllm.worker.worker import Worker
 
 Result = TypeVar("Result")
+HandOut = Callable[[Tensor, int, Callable[[Tensor | None], Tensor]], Tensor]
 # Seconds:
 _POLL_INTERVAL = 0.5  # between checks for lost ranks, because a call must fail within seconds
 _REPORT_TIMEOUT = 0.5  # for a rank to report its failure, which takes milliseconds
@@ -56,19 +57,29 @@ class Executor:
         start_worker(self.worker, sample)
 
     @torch.inference_mode()
-    def execute(self, batch: Batch, hand_out: Callable[[Tensor, int], Tensor]) -> Tensor:
+    def execute(self, batch: Batch, hand_out: HandOut) -> Tensor:
         """Compute a batch on all ranks. Return logits [num_sampled, vocab_size].
 
-        hand_out(logits, start) receives all rows, from row number `start`, and returns those that
-        are sampled. It is called once for each `max_num_logits` rows.
+        hand_out(hidden, start, compute_logits) receives all rows, from row number `start`, and
+        returns the logits that are sampled. It is called once for each `max_num_logits` rows, and
+        calls compute_logits(indices) once.
         """
         worker = self.worker
         sampled: list[Tensor] = []  # more than one part if the step scores long prompts
         start = 0
         for hidden in worker.execute(batch).split(worker.max_num_logits):
-            sampled.append(hand_out(worker.model.compute_logits(hidden), start))
+            sampled.append(hand_out(hidden, start, partial(self.compute_logits, hidden)))
             start += len(hidden)
         return sampled[0] if len(sampled) == 1 else torch.cat(sampled)
+
+    def compute_logits(self, hidden: Tensor, indices: Tensor | None) -> Tensor:
+        """Compute the logits of some rows of `hidden`, or of all of them."""
+        compute = self.worker.model.compute_logits
+        if indices is None:
+            return compute(hidden)
+        if self.worker.tp.size > 1:  # the other ranks compute all rows
+            return compute(hidden)[indices]
+        return compute(hidden[indices])
 
     def synchronize(self, event: torch.cuda.Event) -> None:
         """Wait until the device has reached `event`."""
@@ -128,7 +139,7 @@ class MultiRankExecutor(Executor):
     def start(self, sample: Callable[[Tensor], object]) -> None:
         self.call(super().start, sample)
 
-    def execute(self, batch: Batch, hand_out: Callable[[Tensor, int], Tensor]) -> Tensor:
+    def execute(self, batch: Batch, hand_out: HandOut) -> Tensor:
         return self.call(super().execute, batch, hand_out)
 
     def synchronize(self, event: torch.cuda.Event) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import numpy as np
 from conftest import check_idle, check_invariants, find_feature
 from event_interrupts import ENGINE, PACKAGE, EventInterrupts, at_event
 from random_engines import Case
@@ -14,7 +15,7 @@ from nanovllm import LLM, trace
 from nanovllm.engine.outputs import RequestOutput
 from nanovllm.engine.request import Inbox, Request
 from nanovllm.features.speculation.drafts import Drafts
-from nanovllm.features.speculation.proposers import PromptLookup
+from nanovllm.features.speculation.proposers import MTPProposer, PromptLookup
 
 ACTIONS = {
     "step": 12,
@@ -25,6 +26,7 @@ ACTIONS = {
     "generate": 1,
     "abort": 0.6,
     "search": 0.2,
+    "embed": 0.5,
     "renew": 0.2,
     "run_threads": 0.2,
 }
@@ -48,6 +50,18 @@ class Foresight:
                 end = min(start + num_tokens, len(answer))
                 return [answer[i] if i % 5 else 0 for i in range(start, end)]
         return proposed
+
+
+def correct_often(propose: Callable, answers: list[list[int]]) -> Callable:
+    """Replace the drafts of a random head, which are always rejected."""
+
+    def propose_and_correct(seqs: list[Any], limits: list[int]) -> list[list[int]]:
+        drafts = propose(seqs, limits)
+        for seq, draft in zip(seqs, drafts):
+            draft[:] = Foresight(seq.token_ids, answers).propose(len(draft)) or draft
+        return drafts
+
+    return propose_and_correct
 
 
 class Calls:
@@ -91,7 +105,10 @@ class Calls:
                 answers.append(output["prompt_token_ids"] + output["token_ids"])
         drafts: Any = find_feature(self.llm, Drafts)
         drafts.costs.choose_count = lambda step, candidates: len(candidates)
+        drafts.costs.choose_length = lambda step, rates, limits: max(limits)
         drafts.proposer.make_lookup = lambda token_ids: Foresight(token_ids, answers)
+        if isinstance(drafts.proposer, MTPProposer):
+            drafts.proposer.propose = correct_often(drafts.proposer.propose, answers)
 
     def run(self) -> None:
         names = list(ACTIONS)
@@ -148,6 +165,16 @@ class Calls:
         beams = self._attempt(self.rng, self.case.search, self.llm, job)
         if beams is not INTERRUPTED:
             self.case.check(beams, self.case.search, job)
+
+    def embed(self) -> None:
+        """The engine's own vectors of a warm cache, in chunks and beside other requests."""
+        prompts = [prompt for prompt, _ in self.case.jobs]
+        pooling = self.rng.choice(["last", "mean"])
+        self.has_ended_early = True  # the statistics count these prompts, too
+        vectors = self._attempt(self.rng, self.llm.embed, prompts, pooling)
+        if vectors is not INTERRUPTED:
+            for vector, expected in zip(vectors, self.case.embed(prompts, pooling), strict=True):
+                assert np.abs(vector - expected).max() < 1e-3, f"{self.case}\n{prompts}"
 
     def renew(self) -> None:
         """Give the engine its own weights again, or let it sleep. It recomputes all K/V."""

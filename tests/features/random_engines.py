@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from conftest import check_invariants, copy_tokenizer, list_ways
 from families import make_family
+from mtp_heads import add_head
 from safetensors.torch import load_file
 
 from nanovllm import LLM, SamplingParams
@@ -36,6 +37,7 @@ MODELS = [
     "mistral-window",
     "gemma3",
 ]
+WITH_HEADS = ["qwen2", "qwen3", "qwen3-moe", "qwen3-next-mixed", "qwen3.5", "qwen3.5-moe"]
 WORDS = ["the cat ", "sat on ", "the mat. ", "1, 2, 3, ", "é", "日本", '{"a": ', "a b a b "]
 GRAMMARS: list[dict[str, Any]] = [
     {"json": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}},
@@ -82,7 +84,9 @@ class Models:
 
     def _make(self, name: str) -> Path:
         path = self.directory / name
-        make_family(path, name, vocab_size=VOCAB_SIZE)
+        oracle = make_family(path, name, vocab_size=VOCAB_SIZE)
+        if name in WITH_HEADS:
+            add_head(path, oracle.model)
         copy_tokenizer(path)
         return path
 
@@ -187,6 +191,8 @@ class Case:
             self.options["model_impl"] = "transformers"
         if self.options["enable_prefix_caching"] and num_ranks == 1:
             self.options |= draw_store(random.Random(seed), models.directory / "kv")
+        if random.Random(seed).random() < 0.3:
+            self.options["speculative_method"] = "prompt_lookup"
         prefixes = [rng.choices(range(VOCAB_SIZE), k=24) for _ in range(2)]
         prefixes.append(rng.choices(range(VOCAB_SIZE), k=4) * 6)
         self.jobs = [(draw_prompt(rng, prefixes), draw_params(rng)) for _ in range(5)]
@@ -200,8 +206,7 @@ class Case:
         return LLM(path, quantization=self.quantization, **self.options, **options)
 
     def load_weights(self) -> dict[str, torch.Tensor]:
-        (path,) = self.models.find(self.model).glob("*.safetensors")
-        return load_file(path)
+        return load_file(self.models.find(self.model) / "model.safetensors")
 
     def generate(self, llm: LLM, job: int) -> list[Any]:
         return llm.generate(*self.jobs[job])
@@ -212,6 +217,10 @@ class Case:
         for index, beam in enumerate(beams):
             beam["sample_index"] = index
         return beams
+
+    def embed(self, prompts: list[Any], pooling: Any) -> list[Any]:
+        """The vectors of prompts, on the plain engine."""
+        return self.models.make_plain(self.model, self.quantization).embed(prompts, pooling)
 
     def _expect(self, ask: Callable[[LLM, int], list[Any]], job: int) -> list[Any]:
         """The outputs of `ask`, alone on the plain engine."""

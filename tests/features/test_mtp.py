@@ -4,78 +4,22 @@ A wrong head changes no token, only how many are accepted, so the drafts themsel
 with those of a loop in plain torch, which has transformers' layers and no cache.
 """
 
-import copy
-from functools import partial
-
 import pytest
-import torch
 from conftest import (
     check_invariants,
-    find_feature,
     generate_ids,
     greedy,
     make_drafts_free,
     random_prompt,
 )
 from families import make_family
-from safetensors.torch import save_file
+from mtp_heads import Drafter, add_head
 
-from nanovllm import LLM, SamplingParams
-from nanovllm.features.speculation.drafts import Drafts
+from nanovllm import LLM
 from nanovllm.features.speculation.proposers import MTPProposer
 
 FAMILIES = ["qwen3", "qwen3.5", "qwen3.5-moe-tied", "qwen3-next"]
 SMALL = {"num_kvcache_blocks": 40, "kvcache_block_size": 4, "max_num_batched_tokens": 24}
-
-
-class Head(torch.nn.Module):
-    """An MTP head of transformers' layers, with random weights."""
-
-    def __init__(self, oracle):
-        super().__init__()
-        decoder = oracle.model.model
-        layer = next(layer for layer in decoder.layers if hasattr(layer, "self_attn"))
-        size = decoder.norm.weight.numel()
-        torch.manual_seed(1)
-        self.pre_fc_norm_embedding = copy.deepcopy(decoder.norm)
-        self.pre_fc_norm_hidden = copy.deepcopy(decoder.norm)
-        self.fc = torch.nn.Linear(2 * size, size, bias=False)
-        self.layers = torch.nn.ModuleList([copy.deepcopy(layer)])
-        self.norm = copy.deepcopy(decoder.norm)
-        for parameter in self.parameters():
-            parameter.data.add_(0.3 * torch.randn_like(parameter) / parameter.shape[-1] ** 0.5)
-
-
-class Drafter:
-    """Drafts for one sequence, computing all of it anew for each token."""
-
-    def __init__(self, oracle, head):
-        self.model = oracle.model
-        self.head = head
-
-    @torch.inference_mode()
-    def draft(self, token_ids, num_tokens):
-        decoder = self.model.model
-        ids = torch.tensor([token_ids])
-        hidden = decoder(ids[:, :-1]).last_hidden_state
-        before = torch.nn.functional.pad(hidden, (0, 0, 1, 0))
-        drafted = []
-        for _ in range(num_tokens):
-            parts = [
-                self.head.pre_fc_norm_embedding(decoder.embed_tokens(ids)),
-                self.head.pre_fc_norm_hidden(before),
-            ]
-            x = self.head.fc(torch.cat(parts, -1))
-            positions = torch.arange(ids.shape[1])[None]
-            cos_sin = decoder.rotary_emb(x, positions)
-            mask = torch.full((ids.shape[1], ids.shape[1]), -torch.inf).triu(1)[None, None]
-            x = self.head.layers[0](x, attention_mask=mask, position_embeddings=cos_sin)
-            x = self.head.norm(x[0] if isinstance(x, tuple) else x)
-            newest = int(self.model.lm_head(x[0, -1]).argmax())
-            drafted.append(newest)
-            ids = torch.cat([ids, torch.tensor([[newest]])], 1)
-            before = torch.cat([before, x[:, -1:]], 1)
-        return drafted
 
 
 @pytest.fixture(scope="module")
@@ -87,13 +31,7 @@ def make_pair(tmp_path_factory):
         if name not in made:
             directory = tmp_path_factory.mktemp("mtp")
             oracle = make_family(directory, name)
-            head = Head(oracle)
-            weights = {f"mtp.{name}": each for name, each in head.state_dict().items()}
-            save_file(
-                {name: each.contiguous() for name, each in weights.items()},
-                directory / "mtp.safetensors",
-            )
-            made[name] = directory, Drafter(oracle, head.eval())
+            made[name] = directory, Drafter(oracle.model, add_head(directory, oracle.model))
         return made[name]
 
     return make

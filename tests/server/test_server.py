@@ -70,6 +70,31 @@ def test_replies_are_those_of_the_engine(client, llm):
     assert reply.usage.completion_tokens == len(expected["token_ids"])
 
 
+def test_embeddings(client, url, llm):
+    """OpenAI's client asks for base64 unless it is told not to."""
+    inputs = ["one two three", "seven eight"]
+    expected = llm.embed(inputs)
+    for options in ({}, {"encoding_format": "float"}):
+        reply = client.embeddings.create(model="demo_model", input=inputs, **options)
+        for index, (item, vector) in enumerate(zip(reply.data, expected, strict=True)):
+            assert item.index == index
+            assert item.embedding == pytest.approx(vector.tolist(), abs=1e-6)
+    ids = [llm.tokenizer.encode(text) for text in inputs]
+    assert reply.usage.prompt_tokens == reply.usage.total_tokens == sum(map(len, ids))
+    assert client.embeddings.create(model="", input=ids).data == reply.data
+    assert len(client.embeddings.create(model="", input=ids[0]).data) == 1
+    for wrong, param in [
+        ({"dimensions": 64}, "dimensions"),
+        ({"input": []}, "input"),
+        ({"input": [[5, 10**6]]}, "input"),
+        ({"input": [5] * 1025}, "input"),
+        ({"encoding_format": "int8"}, "encoding_format"),
+    ]:
+        response = post(url, {"input": "x", **wrong}, "/v1/embeddings")
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == param
+
+
 def test_a_stream_adds_up_to_the_reply_and_ends_with_the_usage(url):
     body = {"messages": QUESTION, "temperature": 0, "logprobs": True, "top_logprobs": 2}
     path = "/v1/chat/completions"

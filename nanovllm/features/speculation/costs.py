@@ -98,7 +98,7 @@ def measure_costs(executor: Executor, max_draft_len: int) -> StepCosts:
         batch = replace(batch, logits_indices=all_rows)
 
         def run() -> None:
-            find_best(executor.execute(batch, lambda logits, start: logits)).tolist()
+            find_best(executor.execute(batch, lambda hidden, start, logits: logits(None))).tolist()
 
         # The minimum of three, because the first run of a size may compile.
         return min(timeit.repeat(run, number=1, repeat=3))
