@@ -55,8 +55,8 @@ class Foresight:
 def correct_often(propose: Callable, answers: list[list[int]]) -> Callable:
     """Replace the drafts of a random head, which are always rejected."""
 
-    def propose_and_correct(seqs: list[Any], limits: list[int]) -> list[list[int]]:
-        drafts = propose(seqs, limits)
+    def propose_and_correct(seqs: list[Any], num_tokens: int) -> list[list[int]]:
+        drafts = propose(seqs, num_tokens)
         for seq, draft in zip(seqs, drafts):
             draft[:] = Foresight(seq.token_ids, answers).propose(len(draft)) or draft
         return drafts
@@ -104,8 +104,7 @@ class Calls:
             for output in self.case.expect(self.case.generate, job):
                 answers.append(output["prompt_token_ids"] + output["token_ids"])
         drafts: Any = find_feature(self.llm, Drafts)
-        drafts.costs.choose_count = lambda step, candidates: len(candidates)
-        drafts.costs.choose_length = lambda step, rates, limits: max(limits)
+        drafts.costs.choose_count = lambda step, additions: len(additions)
         drafts.proposer.make_lookup = lambda token_ids: Foresight(token_ids, answers)
         if isinstance(drafts.proposer, MTPProposer):
             drafts.proposer.propose = correct_often(drafts.proposer.propose, answers)

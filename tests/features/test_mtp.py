@@ -47,8 +47,8 @@ def record_drafts(llm, answers=()):
     propose = drafts.proposer.propose
     proposals = []
 
-    def propose_and_record(seqs, limits):
-        result = propose(seqs, limits)
+    def propose_and_record(seqs, num_tokens):
+        result = propose(seqs, num_tokens)
         replaced = []
         for seq, draft in zip(seqs, result, strict=True):
             proposals.append((list(seq.token_ids), draft))

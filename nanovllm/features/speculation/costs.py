@@ -46,37 +46,19 @@ class StepCosts:
     per_token: float
     per_pass: float = 0.0  # what each pass of an MTP head adds
 
-    def choose_length(self, step: Step, rates: list[float], limits: list[int]) -> int:
-        """Return how long the drafts have to be for the most expected tokens per second.
+    def choose_count(self, step: Step, additions: list[tuple[float, float]]) -> int:
+        """Return how many additions to a step give the most expected tokens per second.
 
-        `rates` are the acceptance rates of sequences, and `limits` their longest possible drafts.
-        """
-        cost = 1 + self.per_token * (sum(step.num_tokens) - 1)
-        expected = float(sum(step.num_logits))
-        best_rate = LEAST_GAIN * expected / cost
-        best_length = 0
-        for length in range(1, max(limits) + 1):
-            active = [rate for rate, limit in zip(rates, limits) if limit >= length]
-            cost += self.per_token * len(active)
-            cost += self.per_pass * (1 + self.per_token * (len(active) - 1))
-            expected += sum([rate**length for rate in active])
-            if expected > best_rate * cost:
-                best_rate = expected / cost
-                best_length = length
-        return best_length
-
-    def choose_count(self, step: Step, candidates: list[Candidate]) -> int:
-        """Return how many candidates give the most expected tokens per second.
-
-        `candidates` come in the order in which they would be added to the step.
+        Each adds to the time of the step, in units of a step of one token, and to the number of
+        expected tokens. They are made in this order.
         """
         cost = 1 + self.per_token * (sum(step.num_tokens) - 1)
         expected = float(sum(step.num_logits))  # tokens of the step; a partial prefill samples none
         best_rate = LEAST_GAIN * expected / cost
         best_count = 0
-        for count, candidate in enumerate(candidates, 1):
-            cost += self.per_token
-            expected += candidate.probability
+        for count, (more_cost, more_expected) in enumerate(additions, 1):
+            cost += more_cost
+            expected += more_expected
             if expected > best_rate * cost:
                 best_rate = expected / cost
                 best_count = count

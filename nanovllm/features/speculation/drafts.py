@@ -146,7 +146,8 @@ class Drafts(Feature):
         """Choose drafts for a step, which has at most `max_num_tokens` with them."""
         budget = min(max_num_tokens, MAX_DRAFT_STEP) - sum(step.num_tokens)
         candidates = self._collect_candidates(step)[:budget] if budget > 0 else []
-        num_chosen = self.costs.choose_count(step, candidates)
+        tokens = [(self.costs.per_token, candidate.probability) for candidate in candidates]
+        num_chosen = self.costs.choose_count(step, tokens)
         drafts: dict[Sequence, list[int]] = {}
         for candidate in candidates[:num_chosen]:
             drafts.setdefault(candidate.seq, []).append(candidate.token_id)
@@ -154,46 +155,45 @@ class Drafts(Feature):
 
     def _collect_candidates(self, step: Step) -> list[Candidate]:
         """All draft tokens that could be computed, the most probable first."""
-        limits = self._find_limits(step)
+        seqs: list[Sequence] = []
+        for index, seq in enumerate(step.seqs):
+            # Penalties and min_tokens make logits depend on more than the K/V of the tokens before.
+            is_eligible = not seq.params.penalizes and len(seq.token_ids) >= seq.min_num_tokens
+            if step.is_decode(index) and is_eligible:
+                seqs.append(seq)
+                if seq not in self.proposals:
+                    self.proposals[seq] = Proposal(self.proposer.first_rate)
+                self.proposals[seq].learn(seq.token_ids)
         candidates: list[Candidate] = []
-        for seq, draft in zip(limits, self._propose(step, limits)):
+        for seq, draft in zip(seqs, self._propose(step, seqs)):
             proposal = self.proposals[seq]
             proposal.token_ids = draft
             proposal.position = len(seq.token_ids)
+            max_len = seq.max_num_tokens - len(seq.token_ids) - 1
             probability = 1.0
-            for token_id in draft:
+            for token_id in draft[: max(0, max_len)]:
                 probability *= proposal.acceptance_rate
                 candidates.append(Candidate(probability, seq, token_id))
         # A stable sort keeps the tokens of a draft in order.
         candidates.sort(key=attrgetter("probability"), reverse=True)
         return candidates
 
-    def _find_limits(self, step: Step) -> dict[Sequence, int]:
-        """Return how long the drafts of sequences can be. Learn from their last proposals."""
-        limits: dict[Sequence, int] = {}
-        for index, seq in enumerate(step.seqs):
-            # Penalties and min_tokens make logits depend on more than the K/V of the tokens before.
-            is_eligible = not seq.params.penalizes and len(seq.token_ids) >= seq.min_num_tokens
-            limit = min(self.max_draft_len, seq.max_num_tokens - len(seq.token_ids) - 1)
-            if not step.is_decode(index) or not is_eligible or limit <= 0:
-                continue
-            if seq not in self.proposals:
-                self.proposals[seq] = Proposal(self.proposer.first_rate)
-            self.proposals[seq].learn(seq.token_ids)
-            limits[seq] = limit
-        return limits
-
-    def _propose(self, step: Step, limits: dict[Sequence, int]) -> list[list[int]]:
-        """Return drafts, which are empty if they take the proposer longer than they save."""
-        length = self.max_draft_len
-        if self.costs.per_pass > 0 and limits:
-            rates = [self.proposals[seq].acceptance_rate for seq in limits]
-            length = self.costs.choose_length(step, rates, list(limits.values()))
-        if length == 0 or not limits:
-            for seq in limits:
-                self.proposals[seq].forget(self.proposer.first_rate)
-            return [[] for _ in limits]
-        return self.proposer.propose(list(limits), [min(length, each) for each in limits.values()])
+    def _propose(self, step: Step, seqs: list[Sequence]) -> list[list[int]]:
+        """Return a draft for each sequence, or empty ones if the proposer takes too long."""
+        if self.costs.per_pass == 0.0 or not seqs:
+            return self.proposer.propose(seqs, self.max_draft_len)
+        rates = [self.proposals[seq].acceptance_rate for seq in seqs]
+        passes: list[tuple[float, float]] = []  # what each adds to the time and to the tokens
+        per_token = self.costs.per_token
+        for length in range(1, self.max_draft_len + 1):
+            cost = self.costs.per_pass * (1 + per_token * (len(seqs) - 1)) + per_token * len(seqs)
+            passes.append((cost, sum([rate**length for rate in rates])))
+        length = self.costs.choose_count(step, passes)
+        if length > 0:
+            return self.proposer.propose(seqs, length)
+        for seq in seqs:
+            self.proposals[seq].forget(self.proposer.first_rate)
+        return [[] for _ in seqs]
 
     def sampled(self, step: Step, token_ids: list[list[int]]) -> list[list[int]]:
         """Verify the drafts, as if only accepted tokens had been scheduled."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.batch.batch import make_batch
-from nanovllm.batch.packing import copy_to
+from nanovllm.batch.packing import copy_to, to_device
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.sampler import Sampler, make_sampling_batch
@@ -23,8 +23,8 @@ class Proposer:
 
     first_rate: float  # acceptance rate of a sequence that has not proposed yet
 
-    def propose(self, seqs: list[Sequence], limits: list[int]) -> list[list[int]]:
-        """Return for each sequence at most as many draft tokens as its limit."""
+    def propose(self, seqs: list[Sequence], num_tokens: int) -> list[list[int]]:
+        """Return a draft of at most `num_tokens` for each sequence."""
         raise NotImplementedError
 
 
@@ -69,13 +69,11 @@ class PromptLookupProposer(Proposer):
         self.make_lookup: Callable[[list[int]], PromptLookup] = PromptLookup
         self.lookups = WeakKeyDictionary[Sequence, PromptLookup]()
 
-    def propose(self, seqs: list[Sequence], limits: list[int]) -> list[list[int]]:
-        drafts: list[list[int]] = []
-        for seq, limit in zip(seqs, limits):
+    def propose(self, seqs: list[Sequence], num_tokens: int) -> list[list[int]]:
+        for seq in seqs:
             if seq not in self.lookups:
                 self.lookups[seq] = self.make_lookup(seq.token_ids)
-            drafts.append(self.lookups[seq].propose(limit))
-        return drafts
+        return [self.lookups[seq].propose(num_tokens) for seq in seqs]
 
 
 class MTPProposer(Proposer):
@@ -93,65 +91,41 @@ class MTPProposer(Proposer):
         self.blocks = blocks
 
     @torch.inference_mode()
-    def propose(self, seqs: list[Sequence], limits: list[int]) -> list[list[int]]:
-        counts = {seq: self._reserve(seq, limit) for seq, limit in zip(seqs, limits)}
-        longest_first = sorted(seqs, key=counts.__getitem__, reverse=True)
-        tokens: Tensor | None = None
-        hidden: Tensor | None = None
-        sampled: list[Tensor] = []
-        for distance in range(max(limits)):
-            active = [seq for seq in longest_first if counts[seq] > distance]
-            if not active:
-                break
-            tokens, hidden = self._run(active, distance, tokens, hidden)
-            sampled.append(tokens)
-        for seq in seqs:
-            self.blocks.release(seq, len(seq.token_ids))
-        # The only host synchronization.
-        newest = iter(torch.cat(sampled).tolist())
-        drafts: dict[Sequence, list[int]] = {seq: [] for seq in seqs}
-        for distance in range(len(sampled)):
-            for seq in longest_first[: len(sampled[distance])]:
-                drafts[seq].append(next(newest))
-        return [drafts[seq] for seq in seqs]
-
-    def _reserve(self, seq: Sequence, limit: int) -> int:
-        """Take free blocks for the K/V of a draft. Return the number of tokens that have room.
-
-        The head computes the newest token and the draft, but for the draft's last token.
-        """
-        num_tokens = len(seq.token_ids)
-        seq.token_ids += [0] * (limit - 1)
-        while not self.blocks.grow(seq):
-            seq.token_ids.pop()
-        num_reserved = len(seq.token_ids) - num_tokens
-        del seq.token_ids[num_tokens:]
-        return min(limit, 1 + num_reserved)
-
-    def _run(
-        self, seqs: list[Sequence], distance: int, tokens: Tensor | None, hidden: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Sample the draft tokens at `distance` from the newest tokens.
-
-        `tokens` and `hidden` are what the draft tokens before them have returned, perhaps with
-        rows of other sequences at the end. None: they are the first ones.
-        """
+    def propose(self, seqs: list[Sequence], num_tokens: int) -> list[list[int]]:
+        """As Proposer.propose. A sequence without room for K/V of all these tokens has no draft."""
         worker = self.executor.worker
-        width = max([len(seq.block_table) for seq in seqs])
-        block_tables = np.zeros((len(seqs), width), np.int32)
-        for row, seq in enumerate(seqs):
+        model = cast(DraftingLM, worker.model)
+        ready = [seq for seq in seqs if self._reserve(seq, num_tokens)]
+        if not ready:
+            return [[] for _ in seqs]
+        block_tables = np.zeros((len(ready), worker.block_table_width), np.int32)
+        for row, seq in enumerate(ready):
             block_tables[row, : len(seq.block_table)] = seq.block_table
-        context_lens = [len(seq.token_ids) + distance for seq in seqs]
-        newest = [seq.token_ids[-1] for seq in seqs]
-        batch = copy_to(
-            make_batch([1] * len(seqs), context_lens, block_tables, worker.block_size, newest),
-            worker.device,
-        )
-        if tokens is not None and hidden is not None:
-            batch = replace(batch, input_ids=tokens[: len(seqs)])
-            hidden = hidden[: len(seqs)]
-        hidden = cast(DraftingLM, worker.model).draft(batch, worker.kv_caches, hidden)
-        logits = worker.model.compute_logits(hidden)
-        sampling = make_sampling_batch(seqs, context_lens, logits.shape[1], worker.device)
-        # -1 of logits that are NaN is no token.
-        return self.sampler(logits, sampling).clamp(min=0).int(), hidden
+        tokens = [
+            to_device(np.array([seq.token_ids[-1] for seq in ready], np.int32), worker.device)
+        ]
+        hidden: Tensor | None = None  # None: that of the model
+        for distance in range(num_tokens):
+            lens = [len(seq.token_ids) + distance for seq in ready]
+            batch = make_batch([1] * len(ready), lens, block_tables, worker.block_size)
+            batch = replace(copy_to(batch, worker.device), input_ids=tokens[-1])
+            hidden = model.draft(batch, worker.kv_caches, hidden)
+            logits = model.compute_logits(hidden)
+            sampling = make_sampling_batch(ready, lens, logits.shape[1], worker.device)
+            # -1, of logits that are NaN, is no token.
+            tokens.append(self.sampler(logits, sampling).clamp(min=0).int())
+        drafts = dict(zip(ready, torch.stack(tokens[1:], dim=1).tolist()))
+        for seq in ready:
+            self.blocks.release(seq, len(seq.token_ids))
+        return [drafts.get(seq, []) for seq in seqs]
+
+    def _reserve(self, seq: Sequence, num_tokens: int) -> bool:
+        """Take free blocks for the K/V of a draft, except for its last token. Return if there are.
+
+        The head computes the newest token and then the draft.
+        """
+        end = len(seq.token_ids)
+        seq.token_ids += [0] * (num_tokens - 1)
+        has_room = len(seq.token_ids) <= seq.max_model_len and self.blocks.grow(seq)
+        del seq.token_ids[end:]
+        return has_room
