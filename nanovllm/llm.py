@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from threading import RLock
 from typing import Any
 
@@ -183,11 +184,14 @@ class LLM(UpdatableEngine):
             vectors.append(prompt.fields["pooled"].read(normalize))
         return vectors
 
-    def prepare_embeddings(self, prompts: Any, pooling: Any = None) -> list[PreparedPrompt]:
+    def prepare_embeddings(
+        self, prompts: Any, pooling: Any = None, cache_salt: Any = None
+    ) -> list[PreparedPrompt]:
         """Tokenize and check prompts that are embedded."""
         chosen = choose_pooling(pooling, self.executor.worker.directory)
-        encode = self.input_processor.encoder.encode
-        return [prepare_embedding(prompt, chosen, encode) for prompt in list_prompts(prompts)]
+        encode = partial(self.input_processor.encoder.encode, num_new_tokens=0)
+        all_token_ids = [encode(prompt) for prompt in list_prompts(prompts)]
+        return [prepare_embedding(ids, chosen, cache_salt) for ids in all_token_ids]
 
     def encode_chats(self, conversations: list[list[Message]], **options: Any) -> list[Prompt]:
         """Return the token ids of conversations. `options` are those of `chat`."""

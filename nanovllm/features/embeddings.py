@@ -10,7 +10,6 @@ after a preemption.
 """
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
@@ -36,7 +35,6 @@ Pooling = Literal["last", "mean"]
 # Names in the files of sentence-transformers.
 _POOLINGS: dict[str, Pooling] = {"lasttoken": "last", "mean_tokens": "mean", "mean": "mean"}
 _MODULES = ("Transformer", "Pooling", "Normalize")
-_PARAMS = SamplingParams(temperature=0.0)
 
 
 @dataclass(eq=False)
@@ -118,12 +116,9 @@ class Embeddings(Feature):
         self.pooled.pop(seq, None)
 
 
-def prepare_embedding(
-    prompt: Any, pooling: Pooling, encode: Callable[..., list[int]]
-) -> PreparedPrompt:
-    """Check a prompt. It can have max_model_len tokens, because none follows."""
-    fields = {"ends_with_prompt": True, "pooled": Pooled(pooling)}
-    return PreparedPrompt(encode(prompt, num_new_tokens=0), _PARAMS, fields)
+def prepare_embedding(token_ids: list[int], pooling: Pooling, salt: str | None) -> PreparedPrompt:
+    params = SamplingParams(temperature=0.0, cache_salt=salt)
+    return PreparedPrompt(token_ids, params, {"ends_with_prompt": True, "pooled": Pooled(pooling)})
 
 
 def choose_pooling(pooling: Pooling | None, directory: Path) -> Pooling:

@@ -9,6 +9,7 @@ weights.py        makes a model, and loads its weights
 gemma3.py         Gemma 3
 moe.py            experts (Qwen3-MoE, Qwen3.5-MoE, Qwen3-Next)
 qwen3_5.py        layers with recurrent states (Qwen3.5, Qwen3-Next)
+mtp.py            a head with which a model drafts its own next tokens
 
 any_decoder.py        any other decoder of transformers, with paged attention
 observation.py        what its layers attend to, and whether tokens meet elsewhere

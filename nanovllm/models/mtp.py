@@ -35,7 +35,7 @@ from nanovllm.layers.tensor_parallel import ALONE
 from nanovllm.models.decoder import CausalLM, CosSins, Decoder, DecoderLayers, DecoderSpec
 from nanovllm.models.spec import ModelSpec
 
-_FC = "mtp.fc.weight"
+_NORM = "mtp.norm.weight"  # never quantized
 
 
 def has_head(config: Config, spec: ModelSpec, files: TensorFiles | None) -> bool:
@@ -47,10 +47,10 @@ def has_head(config: Config, spec: ModelSpec, files: TensorFiles | None) -> bool
     if config.num_speculative_tokens == 0 or method == "prompt_lookup":
         return False
     # With dummy weights, a head is made only on request.
-    is_stored = method == "mtp" if files is None else _FC in files
+    is_stored = method == "mtp" if files is None else _NORM in files
     problem = None
     if not is_stored:
-        problem = f"the checkpoint has no tensor {_FC}"
+        problem = f"the checkpoint has no tensor {_NORM}"
     elif config.tensor_parallel_size > 1:
         problem = f"tensor_parallel_size={config.tensor_parallel_size} is more than 1"
     elif not isinstance(spec, DecoderSpec) or spec.window is not None:

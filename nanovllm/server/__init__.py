@@ -11,6 +11,7 @@ web_server.py          options, signals, the web server
 openai_api.py          routes, and how a Generation is served
 chat_completions.py    POST /v1/chat/completions
 completions.py         POST /v1/completions, with echo
+embeddings.py          POST /v1/embeddings
 tokenization.py        POST /tokenize and /detokenize
 parameters.py          which parameters each endpoint has, and those they have in common
 replies.py             what replies have in common: choices, chunks, usage

@@ -16,10 +16,10 @@ MAX_INPUTS = 2048  # OpenAI's limit
 
 def parse_embeddings(model: str, body: JsonObject, llm: LLM) -> Generation:
     """Return the prompts that a request embeds, checked."""
-    given = select(body, {"model", "input", "encoding_format"})
+    given = select(body, {"model", "input", "encoding_format", "cache_salt"})
     meaning = "a str, a list of token ids, or a list of these"
     inputs = check_type("input", given.get("input"), (str, list), meaning)
-    prepared = llm.prepare_embeddings(inputs)
+    prepared = llm.prepare_embeddings(inputs, cache_salt=given.get("cache_salt"))
     if not 1 <= len(prepared) <= MAX_INPUTS:
         raise ValueError(f"input must have 1 to {MAX_INPUTS} entries, not {len(prepared)}")
     encoding = given.get("encoding_format", "float")

@@ -19,6 +19,7 @@ from conftest import (
     random_prompt,
 )
 from families import make_family, stack_experts
+from mtp_heads import add_head, record_drafts
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import Qwen3_5Config, Qwen3MoeConfig
@@ -34,7 +35,7 @@ PROMPTS = [random_prompt(0, 9), random_prompt(1, 14)]
 SIZES = dict(hidden_size=64, intermediate_size=128, head_dim=16)
 FP8_SIZES = dict(hidden_size=160, intermediate_size=144, moe_intermediate_size=200)
 UP = "model.layers.1.mlp.up_proj"
-PROJECTIONS = ("_proj.weight", "fc1.weight", "fc2.weight", "mlp.gate.weight")
+PROJECTIONS = ("_proj.weight", "mtp.fc.weight", "fc1.weight", "fc2.weight", "mlp.gate.weight")
 PROJECTIONS += ("in_proj_qkv.weight", "in_proj_z.weight", "in_proj_qkvz.weight")
 PARTS = (".experts.", "shared_expert.", "linear_attn.", "mlp.gate.")
 OF_BETA_AND_DECAY = ("in_proj_a.weight", "in_proj_b.weight", "in_proj_ba.weight")
@@ -241,6 +242,28 @@ def test_stored_codes_give_the_tokens_of_their_weights(tmp_path, family, name, p
     edit_weights(floats, lambda weights: weights.update(dequantized))
     expected = tokens_of(floats, quantization=options.get("quantization"))
     assert tokens_of(stored, **options) == expected
+
+
+@pytest.mark.parametrize("part", ["", "mtp.", "model."])
+@pytest.mark.parametrize("name", ["gptq", "fp8"])
+def test_codes_of_an_mtp_head(tmp_path, name, part):
+    """In the main file, as on the Hub. Its weights can be stored in another form than others."""
+    stored, floats = tmp_path / "stored", tmp_path / "floats"
+    oracle = make_family(stored, "qwen3.5-moe", **(FP8_SIZES if name == "fp8" else SIZES))
+    add_head(stored, oracle.model)
+    head = load_file(stored / "mtp.safetensors")
+    edit_weights(stored, lambda weights: weights.update(head))
+    (stored / "mtp.safetensors").unlink()
+    shutil.copytree(stored, floats)
+    dequantized = convert(stored, *FORMATS[name], part=part)
+    edit_weights(floats, lambda weights: weights.update(dequantized))
+    drafts = []
+    for directory in (stored, floats):
+        with load(directory, num_speculative_tokens=2) as llm:
+            proposals = record_drafts(llm)
+            generate_ids(llm, PROMPTS, greedy(8))
+            drafts.append(proposals)
+    assert drafts[0] == drafts[1]
 
 
 @pytest.mark.parametrize("order", [torch.clone, scatter])

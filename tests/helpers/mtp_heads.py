@@ -3,7 +3,10 @@
 import copy
 
 import torch
+from conftest import make_drafts_free
 from safetensors.torch import save_file
+
+from nanovllm.features.speculation.proposers import MTPProposer
 
 
 class Head(torch.nn.Module):
@@ -70,3 +73,29 @@ def add_head(directory, model):
         parameter.data.add_(0.3 * torch.randn_like(parameter) / parameter.shape[-1] ** 0.5)
     head.save(directory)
     return head.eval()
+
+
+def record_drafts(llm, answers=()):
+    """Let an engine draft in each step. Return what its head proposes: (token_ids, draft).
+
+    A draft for one of the `answers` is then replaced by what follows, except for its last token.
+    """
+    drafts = make_drafts_free(llm)
+    assert isinstance(drafts.proposer, MTPProposer)
+    propose = drafts.proposer.propose
+    proposals = []
+
+    def propose_and_record(seqs, num_tokens):
+        result = propose(seqs, num_tokens)
+        replaced = []
+        for seq, draft in zip(seqs, result, strict=True):
+            proposals.append((list(seq.token_ids), draft))
+            start = len(seq.token_ids)
+            for answer in answers:
+                if answer[:start] == seq.token_ids:
+                    draft = answer[start : start + len(draft) - 1] + draft[-1:]
+            replaced.append(draft)
+        return replaced
+
+    drafts.proposer.propose = propose_and_record
+    return proposals

@@ -98,6 +98,12 @@ def test_readme_code_runs(capsys):
     assert capsys.readouterr().out.strip() == structured.split("# ")[1].strip()
 
 
+def test_an_engine_as_a_part_runs(capsys):
+    (code,) = re.findall(r"```py\n(.*?)```", (PACKAGE / "features/as_a_part.md").read_text(), re.S)
+    exec(code, {})
+    assert "12 + 30 = 42." in capsys.readouterr().out
+
+
 def test_readmes_quote_the_package():
     (step,) = find_code("py")
     assert textwrap.indent(step, " " * 12) in inspect.getsource(LLMEngine.step)
