@@ -179,10 +179,10 @@ def test_a_model_can_be_retrieved_by_its_name(url):
 
 
 def test_unknown_paths_and_methods_are_named(url):
-    response = CLIENT.get(f"{url}/v1/embeddings")
+    response = CLIENT.get(f"{url}/v1/images")
     assert response.status_code == 404
     message = response.json()["error"]["message"]
-    expected = "Not Found: GET /v1/embeddings. The endpoints are /v1/completions, /v1/chat/comp"
+    expected = "Not Found: GET /v1/images. The endpoints are /v1/completions, /v1/chat/comp"
     assert message.startswith(expected)
     response = CLIENT.get(f"{url}/v1/completions")
     assert response.status_code == 405

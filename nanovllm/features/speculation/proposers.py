@@ -98,23 +98,37 @@ class MTPProposer(Proposer):
         ready = [seq for seq in seqs if self._reserve(seq, num_tokens)]
         if not ready:
             return [[] for _ in seqs]
+        block_size = worker.block_size
         block_tables = np.zeros((len(ready), worker.block_table_width), np.int32)
         for row, seq in enumerate(ready):
             block_tables[row, : len(seq.block_table)] = seq.block_table
-        tokens = [
-            to_device(np.array([seq.token_ids[-1] for seq in ready], np.int32), worker.device)
-        ]
+        lens = [len(seq.token_ids) for seq in ready]
+        newest = [seq.token_ids[-1] for seq in ready]
+        batch = make_batch([1] * len(ready), lens, block_tables, block_size, newest)
+        # [num_seqs, num_tokens] of the newest tokens and the draft tokens after them.
+        positions = batch.positions[:, None] + np.arange(num_tokens, dtype=np.int32)
+        blocks = np.take_along_axis(block_tables, positions // block_size, axis=1)
+        slots = to_device((blocks * block_size + positions % block_size).T.copy(), worker.device)
+        batch = copy_to(batch, worker.device)
+        tokens: list[Tensor] = []
         hidden: Tensor | None = None  # None: that of the model
         for distance in range(num_tokens):
-            lens = [len(seq.token_ids) + distance for seq in ready]
-            batch = make_batch([1] * len(ready), lens, block_tables, worker.block_size)
-            batch = replace(copy_to(batch, worker.device), input_ids=tokens[-1])
+            if distance > 0:
+                batch = replace(
+                    batch,
+                    input_ids=tokens[-1],
+                    positions=batch.positions + 1,
+                    slot_mapping=slots[distance],
+                    context_lens=batch.context_lens + 1,
+                    max_seqlen_k=batch.max_seqlen_k + 1,
+                )
             hidden = model.draft(batch, worker.kv_caches, hidden)
             logits = model.compute_logits(hidden)
-            sampling = make_sampling_batch(ready, lens, logits.shape[1], worker.device)
+            ends = [num + distance for num in lens]
+            sampling = make_sampling_batch(ready, ends, logits.shape[1], worker.device)
             # -1, of logits that are NaN, is no token.
             tokens.append(self.sampler(logits, sampling).clamp(min=0).int())
-        drafts = dict(zip(ready, torch.stack(tokens[1:], dim=1).tolist()))
+        drafts = dict(zip(ready, torch.stack(tokens, dim=1).tolist()))
         for seq in ready:
             self.blocks.release(seq, len(seq.token_ids))
         return [drafts.get(seq, []) for seq in seqs]

@@ -162,6 +162,8 @@ class FastDecoderLayers(OptimizedLayer, DecoderLayers):
         if has_other_rows:
             last_cache = kv_caches[-1:]
             self._compute(len(whole), last_cache, x, cos_sins, batches, only_kv=True)
+            if len(rows) == 0:
+                return x[:0]
             starts = torch.searchsorted(rows, batch.cu_seqlens_q, out_int32=True)
             shorter = [
                 replace(each, cu_seqlens_q=starts, slot_mapping=each.slot_mapping[rows])
@@ -182,8 +184,6 @@ class FastDecoderLayers(OptimizedLayer, DecoderLayers):
         only_kv: bool = False,
     ) -> None:
         """Compute the layers that these caches belong to, from layer `first`, in place of x."""
-        if len(x) == 0:
-            return
         block_size, _, head_dim = kv_caches[0].shape[2:]
         keys = [kv_cache.data_ptr() for kv_cache in kv_caches]
         values = [kv_cache.data_ptr() + kv_cache.nbytes // 2 for kv_cache in kv_caches]
