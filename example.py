@@ -37,6 +37,9 @@ def converse(llm: LLM, params: SamplingParams) -> None:
     print("\n\n--- Statistics of the engine")
     for name, value in llm.stats.items():
         print(f"{name:20} {value}")
+    if llm.stats["num_draft_tokens"]:
+        share = llm.stats["num_accepted_tokens"] / llm.stats["num_draft_tokens"]
+        print(f"{share:.0%} of the draft tokens were accepted")
 
 
 def main() -> None:
@@ -44,10 +47,12 @@ def main() -> None:
     parser.add_argument("--model", default=DEMO_MODEL, help="checkpoint directory or Hub id")
     parser.add_argument("--max-tokens", type=int, default=256, help="of an answer (default: 256)")
     parser.add_argument("--quantization", choices=["int8", "int4"], help="of the weights")
+    parser.add_argument("--drafts", type=int, default=0, help="draft tokens in a step (default: 0)")
     args = parser.parse_args()
     try:
         params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens)
-        with LLM(args.model, quantization=args.quantization) as llm:
+        options = {"quantization": args.quantization, "num_speculative_tokens": args.drafts}
+        with LLM(args.model, **options) as llm:
             converse(llm, params)
         print("\n--- Inside the scheduler: python -m nanovllm.trace.tour")
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""A tour of the scheduler: four requests under each policy, and two steps as the model gets them.
+"""A tour of the scheduler: four requests under each policy and with drafts, and what a model gets.
 
     python -m nanovllm.trace.tour              prints it, and writes timeline.html to step through
 
@@ -15,6 +15,8 @@ from nanovllm.engine.feature import Feature
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.scheduler import POLICIES
 from nanovllm.engine.step import Step
+from nanovllm.features.speculation.costs import StepCosts
+from nanovllm.features.speculation.drafts import Drafts
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.trace.page import save_page
 from nanovllm.trace.recorder import Recorder
@@ -40,7 +42,8 @@ OPTIONS: dict[str, Any] = {
     "max_num_batched_tokens": 32,
     "max_num_seqs": 4,
 }
-SHOWN_STEPS = (3, 4)  # of the first policy
+TIMELINES = [*[(name, 0) for name in POLICIES], ("mixed", 3)]  # policies and lengths of drafts
+SHOWN_STEPS = (3, 4)  # of the first timeline
 REMARK = """
 A block is cached if it is full and no duplicate. B's prompt is in the cache, but its last token
 must be computed for its logits, so its last block is a duplicate. The token budget cuts the prompt
@@ -48,7 +51,7 @@ of C in step 3, and step 4 fills the block that is cut."""
 
 
 def show_scheduling(model: str) -> list[Trace]:
-    """Print the timelines of the four requests under each policy, and return their traces."""
+    """Print the timelines of the four requests, and return their traces."""
     print(
         f"\n--- Inside the scheduler: 4 requests of {NUM_OUTPUT_TOKENS} output tokens,"
         " 24 blocks of 4 tokens, at most 32 tokens per step\n"
@@ -56,15 +59,17 @@ def show_scheduling(model: str) -> list[Trace]:
     for name, prompt in PROMPTS.items():
         print(f"{name}: {prompt}")
     traces: list[Trace] = []
-    for name, policy in POLICIES.items():
-        recorder = Recorder()
-        config = Config.from_options(model, policy=name, **OPTIONS)
-        with LLMEngine(config, [recorder]) as engine:
+    for name, max_draft_len in TIMELINES:
+        drafts, recorder = Drafts(), Recorder()
+        options = {**OPTIONS, "policy": name, "num_speculative_tokens": max_draft_len}
+        with LLMEngine(Config.from_options(model, **options), [drafts, recorder]) as engine:
+            drafts.costs = StepCosts(per_token=0.0)  # on any machine
             if not traces:
                 engine.add_feature(StepPrinter())
             serve(engine)
         traces.append(recorder.trace)
-        print(f"\n{policy.title}\n{render(recorder.trace.steps)}")
+        addition = ", with drafts of the model's MTP head" if max_draft_len else ""
+        print(f"\n{POLICIES[name].title}{addition}\n{render(recorder.trace.steps)}")
     return traces
 
 

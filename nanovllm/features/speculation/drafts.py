@@ -220,6 +220,9 @@ class Drafts(Feature):
             "num_accepted_tokens": self.num_accepted_tokens,
         }
 
+    def describe_settings(self) -> Facts:
+        return {"max_draft_len": self.max_draft_len}
+
     def describe(self, step: Step) -> tuple[Facts, dict[Sequence, Facts]]:
         return {}, {seq: {"draft_token_ids": self.drafts.get(seq, [])} for seq in step.seqs}
 

@@ -83,7 +83,7 @@ class MTPProposer(Proposer):
     At any temperature the two are therefore equal if their logits are similar.
     """
 
-    first_rate = 0.8
+    first_rate = 0.9
 
     def __init__(self, executor: Executor, sampler: Sampler, blocks: BlockManager) -> None:
         self.executor = executor
@@ -104,12 +104,12 @@ class MTPProposer(Proposer):
             block_tables[row, : len(seq.block_table)] = seq.block_table
         lens = [len(seq.token_ids) for seq in ready]
         newest = [seq.token_ids[-1] for seq in ready]
-        batch = make_batch([1] * len(ready), lens, block_tables, block_size, newest)
+        on_host = make_batch([1] * len(ready), lens, block_tables, block_size, newest)
         # [num_seqs, num_tokens] of the newest tokens and the draft tokens after them.
-        positions = batch.positions[:, None] + np.arange(num_tokens, dtype=np.int32)
+        positions = on_host.positions[:, None] + np.arange(num_tokens, dtype=np.int32)
         blocks = np.take_along_axis(block_tables, positions // block_size, axis=1)
         slots = to_device((blocks * block_size + positions % block_size).T.copy(), worker.device)
-        batch = copy_to(batch, worker.device)
+        batch = copy_to(on_host, worker.device)
         tokens: list[Tensor] = []
         hidden: Tensor | None = None  # None: that of the model
         for distance in range(num_tokens):
