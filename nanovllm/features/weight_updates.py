@@ -55,11 +55,15 @@ class UpdatableEngine(ThreadSafeEngine):
         if worker.spec.quantization.format is not None:
             raise ValueError("update_weights needs a checkpoint that is not stored quantized")
         given = GivenTensors(tensors.items() if isinstance(tensors, Mapping) else tensors)
-        stored = open_weights(worker.directory, self.config.load_format) if worker.drafts else None
+        stored = (
+            open_weights(worker.directory, self.config.load_format) if worker.has_mtp_head else None
+        )
         if stored is not None:
             given.add_mtp_head(stored)
         with torch.inference_mode(False):  # on `meta`, to find what does not match
-            model = weights.make_model(worker.spec, worker.backend, given, worker.tp, worker.drafts)
+            model = weights.make_model(
+                worker.spec, worker.backend, given, worker.tp, worker.has_mtp_head
+            )
             weights.load_checkpoint(model, given)
         self._take_turn(self._update_weights, given)
 

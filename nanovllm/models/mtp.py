@@ -133,7 +133,7 @@ class DraftingLM(CausalLM):
         last = (starts - 1).clamp(min=0).long()
         blocks = batch.block_tables.gather(1, (last // block_size)[:, None])[:, 0].long()
         hidden = hidden_cache.flatten(0, 2)[blocks * block_size + last % block_size]
-        return hidden * (starts > 0)[:, None]
+        return hidden.masked_fill((starts == 0)[:, None], 0.0)
 
 
 def make_hidden_cache(spec: ModelSpec, num_blocks: int, block_size: int) -> Tensor:

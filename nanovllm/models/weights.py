@@ -34,18 +34,18 @@ def make_model(
     backend: Backend,
     files: TensorFiles | None,
     tp: TensorParallel,
-    drafts: bool = False,
+    has_mtp_head: bool = False,
 ) -> CausalLM:
     """Make a model whose parameters take no memory yet, because they are on `meta`.
 
-    If it `drafts`, it has an MTP head.
+    With `has_mtp_head` it can draft.
 
     Its layers are quantized before they are allocated, because the float weights of all layers may
     not fit into memory.
     """
     with torch.device("meta"):
         model = spec.make_model(backend, tp)
-        if drafts:
+        if has_mtp_head:
             model = DraftingLM(model, cast(DecoderSpec, spec), backend)
     for name, layer in model.named_modules():
         if isinstance(layer, Experts) and files is not None:

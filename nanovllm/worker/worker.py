@@ -71,7 +71,7 @@ class Worker:
         self.kernels: ModuleType | None = None
         self.backend: attention.Backend = attention  # stores K/V and attends to them
         self.block_size = config.kvcache_block_size or attention.PREFERRED_BLOCK_SIZE
-        self.drafts = False  # whether the model has an MTP head
+        self.has_mtp_head = False
         # Weights must stay ordinary tensors, which can be changed in place.
         with engine_settings(self.device), torch.inference_mode(False):
             if config.enable_kernels:
@@ -86,7 +86,7 @@ class Worker:
             # Measures what this rank takes of a GPU's memory, from here on.
             self.meter = MemoryMeter(self.device) if self.device.type == "cuda" else None
             files = open_weights(directory, config.load_format)
-            self.drafts = has_head(config, spec, files)
+            self.has_mtp_head = has_head(config, spec, files)
             self.model = self.load_model(files)
         self.plan = CachePlan()  # the sizes of the KV cache, which startup.py allocates
         self.kv_caches: list[Tensor] = []  # each layer's K/V or states
@@ -100,7 +100,9 @@ class Worker:
         with torch.device("cpu"):  # safetensors reads there, whatever the caller's default is
             # torch raises RuntimeError where a tensor's size overflows.
             with naming(self.directory / "config.json", RuntimeError, MemoryError):
-                model = weights.make_model(self.spec, self.backend, files, self.tp, self.drafts)
+                model = weights.make_model(
+                    self.spec, self.backend, files, self.tp, self.has_mtp_head
+                )
                 check_memory(weights.count_bytes(model), self.device)
             weights.allocate(model, self.device)
             if self.kernels is not None:
@@ -175,7 +177,7 @@ class Worker:
         spec = self.spec
         caches: list[Tensor] = []
         shapes = [spec.attention_shape(layer) for layer in range(spec.num_layers)]
-        if self.drafts:
+        if self.has_mtp_head:
             shapes.append(spec.attention_shapes[-1])
         for shape in shapes:
             if shape is None:
@@ -187,7 +189,7 @@ class Worker:
             num_kv_heads, _ = self.tp.divide(shape.num_kv_heads)
             sizes = (count, self.block_size, num_kv_heads, shape.head_dim)
             caches.append(self.backend.make_cache(*sizes, spec.dtype, device))
-        if self.drafts:
+        if self.has_mtp_head:
             with device:
                 caches.append(make_hidden_cache(spec, num_blocks, self.block_size))
         return caches

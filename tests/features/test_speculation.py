@@ -266,7 +266,7 @@ def test_costs_of_steps_are_measured(monkeypatch, max_num_batched_tokens, launch
         block_table_width=16,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=64,
-        drafts=False,
+        has_mtp_head=False,
     )
     executor = SimpleNamespace(worker=worker, execute=execute)
     assert measure_costs(executor, 4) == StepCosts(pytest.approx(per_token))

@@ -201,7 +201,9 @@ def list_hooks(model):
 def compute(model, spec, backend):
     """Logits of a chunk behind a prefix and a decode."""
     random = torch.Generator().manual_seed(1)
-    worker = SimpleNamespace(spec=spec, backend=backend, block_size=16, tp=ALONE, drafts=False)
+    worker = SimpleNamespace(
+        spec=spec, backend=backend, block_size=16, tp=ALONE, has_mtp_head=False
+    )
     caches = Worker.make_caches(worker, CPU, 4, 0, 4)
     for cache in caches:
         cache.copy_(torch.randn(cache.shape, generator=random))

@@ -99,6 +99,6 @@ def measure_costs(executor: Executor, max_draft_len: int) -> StepCosts:
             growth = measure(num_tokens) / one - 1
             per_token = max(per_token, growth / (num_tokens - 1))
     per_pass = 0.0
-    if worker.drafts:
+    if worker.has_mtp_head:
         per_pass = min(timeit.repeat(run_head, number=1, repeat=3)) / one
     return StepCosts(per_token, per_pass)

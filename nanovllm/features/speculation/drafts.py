@@ -114,7 +114,7 @@ class Drafts(Feature):
         with engine_settings(engine.device):
             self.costs = measure_costs(engine.executor, self.max_draft_len)
         name = "prompt lookup"
-        if worker.drafts:
+        if worker.has_mtp_head:
             name = "the model's MTP head"
             sampler = engine.model_runner.sampler
             self.proposer = MTPProposer(engine.executor, sampler, engine.scheduler.block_manager)
