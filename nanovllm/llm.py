@@ -15,7 +15,13 @@ from nanovllm.engine.input_processor import PreparedPrompt, Prompt
 from nanovllm.engine.outputs import RequestOutput
 from nanovllm.engine.request import Inbox
 from nanovllm.features.beam_search import BeamSearch, make_outputs, search_together
-from nanovllm.features.embeddings import Embeddings, Pooling, choose_pooling, prepare_embedding
+from nanovllm.features.embeddings import (
+    Embeddings,
+    Pooling,
+    choose_pooling,
+    prepare_embedding,
+    read_vectors,
+)
 from nanovllm.features.kv_store.stored_prefixes import SavedPrefixes, StoredPrefixes
 from nanovllm.features.logits_processors import LogitsProcessors
 from nanovllm.features.prompt_logprobs import PromptScores
@@ -176,18 +182,18 @@ class LLM(UpdatableEngine):
         check_bool("normalize", normalize)
         prepared = self.prepare_embeddings(prompts, pooling)
         outputs = self._generate(prepared, use_tqdm)
-        vectors: list[np.ndarray] = []
-        for index, (prompt, output) in enumerate(zip(prepared, outputs)):
+        for index, output in enumerate(outputs):
             if output["finish_reason"] != "length":
                 reason = output["error"] or output["finish_reason"]
                 raise ValueError(f"prompt {index} has no embedding: {reason}")
-            vectors.append(prompt.fields["pooled"].read(normalize))
-        return vectors
+        pooled = [prompt.fields["pooled"] for prompt in prepared]
+        return list(read_vectors(pooled, normalize)) if pooled else []
 
     def prepare_embeddings(
         self, prompts: Any, pooling: Any = None, cache_salt: Any = None
     ) -> list[PreparedPrompt]:
         """Tokenize and check prompts that are embedded."""
+        self.executor.raise_if_stopped()
         chosen = choose_pooling(pooling, self.executor.worker.directory)
         encode = partial(self.input_processor.encoder.encode, num_new_tokens=0)
         all_token_ids = [encode(prompt) for prompt in list_prompts(prompts)]

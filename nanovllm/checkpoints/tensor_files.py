@@ -20,7 +20,8 @@ from nanovllm.utils.helpers import read_json
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 INDEX = "model.safetensors.index.json"
-MTP_FILE = "mtp.safetensors"
+MTP_FILE = "mtp.safetensors"  # a head that is not in the other files
+MTP = "mtp."  # how the names of its tensors begin
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 _DAMAGED = (SafetensorError, OSError)  # what safe_open raises
@@ -32,23 +33,31 @@ class TensorFiles:
     Raises ValueError if there are no files, if one is damaged, or if two have the same tensor.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, with_mtp_head: bool = False) -> None:
+        """`with_mtp_head` also opens the head's own file, if the others do not have it."""
         self.directory = directory
         self._files: dict[Path, safe_open] = {}
         self._stored: dict[str, tuple[Path, str]] = {}  # file, and the name in it
         self._opened: set[str] = set()
         for path, listed in list_files(directory).items():
-            with naming(path, *_DAMAGED):
-                self._files[path] = safe_open(path, framework="pt")
-            for stored_name in self._files[path].keys():
-                if listed is not None and stored_name not in listed:
-                    continue
-                name = normalize(stored_name)
-                if name in self._stored:
-                    raise ValueError(
-                        f"{path}: {stored_name} repeats {self.locate(name)}: remove one of them"
-                    )
-                self._stored[name] = (path, stored_name)
+            self._add(path, listed)
+        path = directory / MTP_FILE
+        is_stored = any(name.startswith(MTP) for name in self._stored)
+        if with_mtp_head and not is_stored and path.exists():
+            self._add(path, None)
+
+    def _add(self, path: Path, listed: set[str] | None) -> None:
+        with naming(path, *_DAMAGED):
+            self._files[path] = safe_open(path, framework="pt")
+        for stored_name in self._files[path].keys():
+            if listed is not None and stored_name not in listed:
+                continue
+            name = normalize(stored_name)
+            if name in self._stored:
+                raise ValueError(
+                    f"{path}: {stored_name} repeats {self.locate(name)}: remove one of them"
+                )
+            self._stored[name] = (path, stored_name)
 
     def __contains__(self, name: str) -> bool:
         return name in self._stored
@@ -137,8 +146,8 @@ class GivenTensors(TensorFiles):
 
     def add_mtp_head(self, files: TensorFiles) -> None:
         """Add the MTP head of `files`, unless one is given. Trainers do not know it."""
-        names = [name for name in files.list_unread() if name.startswith("mtp.")]
-        if not any(name.startswith("mtp.") for name in self._tensors):
+        names = [name for name in files.list_unread() if name.startswith(MTP)]
+        if not any(name.startswith(MTP) for name in self._tensors):
             for name in names:
                 self._tensors[name] = files.read(name)
                 self._stored[name] = (self.directory, name)
@@ -157,9 +166,11 @@ class GivenTensors(TensorFiles):
         return tensor
 
 
-def open_weights(directory: Path, load_format: str) -> TensorFiles | None:
+def open_weights(
+    directory: Path, load_format: str, with_mtp_head: bool = False
+) -> TensorFiles | None:
     """Open the tensors of a checkpoint. None: dummy weights need no files."""
-    return None if load_format == "dummy" else TensorFiles(directory)
+    return None if load_format == "dummy" else TensorFiles(directory, with_mtp_head)
 
 
 def normalize(stored_name: str) -> str:
@@ -186,17 +197,16 @@ def list_files(directory: Path) -> Mapping[Path, set[str] | None]:
     """Map each file with weights to the tensors that count in it. None: all of them.
 
     An index lists files and their tensors. Without it, the weights are in model.safetensors, or
-    else in its shards, or else in all *.safetensors. An MTP head can have a file of its own. Raises
-    ValueError if there are none, or if the index is damaged.
+    else in its shards, or else in all *.safetensors. Raises ValueError if there are none, or if the
+    index is damaged.
     """
     index = directory / INDEX
-    head = dict.fromkeys(directory.glob(MTP_FILE))
     if index.exists():
-        return {**head, **_read_index(index)}
+        return _read_index(index)
     for pattern in ("model.safetensors", "model-*.safetensors", "*.safetensors"):
         paths = sorted(directory.glob(pattern))
         if paths:
-            return {**head, **dict.fromkeys(paths)}
+            return dict.fromkeys(paths)
     raise ValueError(
         f"{directory} contains no *.safetensors files: add them, or set load_format='dummy'"
         " for random weights"

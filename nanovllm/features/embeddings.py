@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from nanovllm.engine.block_manager import Block
@@ -29,7 +30,6 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Row, Step
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_choice, naming
-from nanovllm.utils.helpers import read_json
 
 Pooling = Literal["last", "mean"]
 # Names in the files of sentence-transformers.
@@ -53,14 +53,21 @@ class Pooled:
             self.total = self.total + hidden.float().sum(0)
             self.num_tokens += len(hidden)
 
-    def read(self, normalize: bool) -> np.ndarray:
-        """Return the vector, float32 [hidden_size]. Raises ValueError if it is not finite."""
-        vector = (cast(Tensor, self.total) / self.num_tokens).cpu().numpy()
-        if normalize:
-            vector = vector / np.maximum(np.linalg.norm(vector), 1e-12)
+
+def read_vectors(pooled: list[Pooled], normalize: bool) -> np.ndarray:
+    """Return the vectors of prompts, float32 [num_prompts, hidden_size], in one copy from a GPU.
+
+    Raises ValueError if one is not finite.
+    """
+    means = [cast(Tensor, each.total) / each.num_tokens for each in pooled]
+    vectors = torch.stack(means).cpu().numpy()
+    if normalize:
+        lengths = np.linalg.norm(vectors.astype(np.float64), axis=1, keepdims=True)
+        vectors = (vectors / np.maximum(lengths, 1e-300)).astype(np.float32)
+    for index, vector in enumerate(vectors):
         if not np.isfinite(vector).all():
-            raise ValueError("its hidden states are NaN or infinite")
-        return vector
+            raise ValueError(f"prompt {index} has no embedding: its hidden states are NaN")
+    return vectors
 
 
 class Embeddings(Feature):
@@ -131,19 +138,23 @@ def choose_pooling(pooling: Pooling | None, directory: Path) -> Pooling:
     path = directory / "modules.json"
     if not path.exists():
         return "last"
-    advice = "give `pooling` to ignore it"
-    with naming(f"{path}: {advice}", OSError, ValueError, TypeError, KeyError, AttributeError):
-        modules = json.loads(path.read_text())
-        kinds = {module["type"].rpartition(".")[2]: module["path"] for module in modules}
-    for kind in kinds:
+    errors = (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError)
+    with naming(f"{path} does not say a pooling that is supported, so give `pooling`", *errors):
+        return _read_pooling(path)
+
+
+def _read_pooling(path: Path) -> Pooling:
+    folders: dict[str, str] = {}
+    for module in json.loads(path.read_bytes()):
+        kind = module["type"].rpartition(".")[2]
+        folders[kind] = module["path"]
         if kind not in _MODULES:
-            raise ValueError(f"{path}: the module {kind} is not supported: {advice}")
-    if "Pooling" not in kinds:
+            raise ValueError(f"the module {kind}")
+    if "Pooling" not in folders:
         return "last"
-    path = directory / kinds["Pooling"] / "config.json"
-    config = read_json(path)
+    config = json.loads((path.parent / folders["Pooling"] / "config.json").read_bytes())
     modes = {name.removeprefix("pooling_mode_") for name, value in config.items() if value is True}
-    modes = (modes - {"include_prompt"}) or {str(config.get("pooling_mode"))}
-    if len(modes) != 1 or not modes <= _POOLINGS.keys():
-        raise ValueError(f"{path}: the pooling of {sorted(modes)} is not supported: {advice}")
+    modes = (modes - {"include_prompt"}) or {config["pooling_mode"]}
+    if len(modes) != 1:
+        raise ValueError(f"several poolings {sorted(modes)}")
     return _POOLINGS[modes.pop()]

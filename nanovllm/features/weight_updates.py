@@ -23,7 +23,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from nanovllm.checkpoints.tensor_files import GivenTensors, TensorFiles, open_weights
+from nanovllm.checkpoints.tensor_files import GivenTensors, TensorFiles
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.outputs import RequestOutput
 from nanovllm.engine.request import Inbox
@@ -55,9 +55,7 @@ class UpdatableEngine(ThreadSafeEngine):
         if worker.spec.quantization.format is not None:
             raise ValueError("update_weights needs a checkpoint that is not stored quantized")
         given = GivenTensors(tensors.items() if isinstance(tensors, Mapping) else tensors)
-        stored = (
-            open_weights(worker.directory, self.config.load_format) if worker.has_mtp_head else None
-        )
+        stored = worker.open_weights() if worker.has_mtp_head else None
         if stored is not None:
             given.add_mtp_head(stored)
         with torch.inference_mode(False):  # on `meta`, to find what does not match
@@ -136,7 +134,7 @@ class UpdatableEngine(ThreadSafeEngine):
     def _are_original(self, given: GivenTensors) -> bool:
         """Return whether these are the weights of the checkpoint, as far as it is still there."""
         with suppress(OSError, ValueError):
-            stored = open_weights(self.executor.worker.directory, self.config.load_format)
+            stored = self.executor.worker.open_weights()
             return stored is not None and stored.has_same(given)
         return False
 
@@ -179,7 +177,7 @@ class UpdatableEngine(ThreadSafeEngine):
             if worker.model is None:
                 self._report_weights(is_original=False)
                 with torch.inference_mode(False):
-                    self._replace_model(open_weights(worker.directory, self.config.load_format))
+                    self._replace_model(worker.open_weights())
                 self._report_weights(is_original=True)
             self._move_model(self.device)
             allocate_caches(worker, worker.plan, worker.plan.num_lanes)

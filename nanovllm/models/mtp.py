@@ -38,13 +38,17 @@ from nanovllm.models.spec import ModelSpec
 _NORM = "mtp.norm.weight"  # never quantized
 
 
+def may_use_head(config: Config) -> bool:
+    return config.num_speculative_tokens > 0 and config.speculative_method != "prompt_lookup"
+
+
 def has_head(config: Config, spec: ModelSpec, files: TensorFiles | None) -> bool:
     """Return whether a model with the weights of `files` drafts with its own head.
 
-    Raises ValueError if the options ask for a head that there is not.
+    Raises ValueError if drafts need a head, and there is none that can be used.
     """
     method = config.speculative_method
-    if config.num_speculative_tokens == 0 or method == "prompt_lookup":
+    if not may_use_head(config):
         return False
     # With dummy weights, a head is made only on request.
     is_stored = method == "mtp" if files is None else _NORM in files

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.checkpoints.quantization import Format, quantize_layers
-from nanovllm.checkpoints.tensor_files import TensorFiles, summarize
+from nanovllm.checkpoints.tensor_files import HEAD, TensorFiles, summarize
 from nanovllm.layers.attention import Backend
 from nanovllm.layers.linear import Target
 from nanovllm.layers.quantized import QuantizedWeight
@@ -47,6 +47,9 @@ def make_model(
         model = spec.make_model(backend, tp)
         if has_mtp_head:
             model = DraftingLM(model, cast(DecoderSpec, spec), backend)
+    if not spec.has_head:
+        model.head_name = ""
+        model.skipped_names = [*model.skipped_names, re.escape(HEAD)]
     for name, layer in model.named_modules():
         if isinstance(layer, Experts) and files is not None:
             layer.is_stacked = f"{name}.down_proj.weight" in files

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanovllm import LLM
-from nanovllm.features.embeddings import Pooled
+from nanovllm.features.embeddings import Pooled, read_vectors
 from nanovllm.server.errors import JsonObject
 from nanovllm.server.parameters import select
 from nanovllm.server.replies import Generation, Reply, StreamOptions
@@ -16,10 +16,10 @@ MAX_INPUTS = 2048  # OpenAI's limit
 
 def parse_embeddings(model: str, body: JsonObject, llm: LLM) -> Generation:
     """Return the prompts that a request embeds, checked."""
-    given = select(body, {"model", "input", "encoding_format", "cache_salt"})
+    given = select(body, {"model", "input", "encoding_format", "pooling", "cache_salt"})
     meaning = "a str, a list of token ids, or a list of these"
     inputs = check_type("input", given.get("input"), (str, list), meaning)
-    prepared = llm.prepare_embeddings(inputs, cache_salt=given.get("cache_salt"))
+    prepared = llm.prepare_embeddings(inputs, given.get("pooling"), given.get("cache_salt"))
     if not 1 <= len(prepared) <= MAX_INPUTS:
         raise ValueError(f"input must have 1 to {MAX_INPUTS} entries, not {len(prepared)}")
     encoding = given.get("encoding_format", "float")
@@ -41,8 +41,7 @@ class EmbeddingReply(Reply):
 
     def write_whole(self) -> JsonObject:
         data: list[JsonObject] = []
-        for index, pooled in enumerate(self.pooled):
-            vector = pooled.read(normalize=True)
+        for index, vector in enumerate(read_vectors(self.pooled, normalize=True)):
             embedding: Any = vector.tolist()
             if self.is_base64:
                 embedding = base64.b64encode(vector.astype("<f4").tobytes()).decode()

@@ -3,6 +3,7 @@
 An endpoint that takes JSON is a function, see `Endpoint`, and a line of `Api.make_app`.
 """
 
+import asyncio
 import json
 import secrets
 import time
@@ -130,7 +131,8 @@ class Api:
     async def _answer(self, generation: Generation) -> Response:
         async for outputs in self._serve(generation):
             generation.reply.newest.update(outputs)
-        return respond(generation.reply.write_whole())
+        # In a thread, because a thousand embeddings take a second.
+        return await asyncio.to_thread(lambda: respond(generation.reply.write_whole()))
 
     def _check_model(self, name: object) -> None:
         if name not in (None, "", self.model, self.root):

@@ -34,7 +34,7 @@ NEUTRAL: list[tuple[Any, str]] = [
         False,
         """
         continue_final_message early_stopping echo include_stop_str_in_output parallel_tool_calls
-        priority return_token_ids return_token_strs return_tokens_as_token_ids top_logprobs
+        priority return_token_ids return_token_strs return_tokens_as_token_ids stream top_logprobs
         use_beam_search
         """,
     ),

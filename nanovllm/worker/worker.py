@@ -21,7 +21,7 @@ from nanovllm.layers import attention
 from nanovllm.layers.tensor_parallel import ALONE
 from nanovllm.models import weights
 from nanovllm.models.decoder import CausalLM
-from nanovllm.models.mtp import has_head, make_hidden_cache
+from nanovllm.models.mtp import has_head, make_hidden_cache, may_use_head
 from nanovllm.models.spec import ModelSpec
 from nanovllm.utils.checks import naming
 from nanovllm.utils.helpers import cdiv, report
@@ -85,7 +85,7 @@ class Worker:
                 )
             # Measures what this rank takes of a GPU's memory, from here on.
             self.meter = MemoryMeter(self.device) if self.device.type == "cuda" else None
-            files = open_weights(directory, config.load_format)
+            files = self.open_weights()
             self.has_mtp_head = has_head(config, spec, files)
             self.model = self.load_model(files)
         self.plan = CachePlan()  # the sizes of the KV cache, which startup.py allocates
@@ -94,6 +94,11 @@ class Worker:
         # What the newest step has sampled, which stands for the pending ids of the next one. It is
         # written on rank 0. CUDA graphs read its fixed address.
         self.newest_tokens = torch.zeros(self.max_num_logits, dtype=torch.int32, device=self.device)
+
+    def open_weights(self) -> TensorFiles | None:
+        """Open the checkpoint. None: it has dummy weights."""
+        options = (self.config.load_format, may_use_head(self.config))
+        return open_weights(self.directory, *options)
 
     def load_model(self, files: TensorFiles | None) -> CausalLM:
         """Make this rank's share of the model, with its weights. None: dummy weights."""

@@ -1,6 +1,7 @@
 """Embeddings are transformers' hidden states, whatever the chunks, the cache and the batch."""
 
 import json
+import shutil
 from unittest.mock import patch
 
 import numpy as np
@@ -12,6 +13,7 @@ from families import make_family
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.features.embeddings import read_vectors
 
 FAMILIES = ["qwen3", "qwen3.5", "gemma3"]
 PROMPTS = [random_prompt(seed, length) for seed, length in enumerate((1, 5, 8, 33, 60))]
@@ -115,6 +117,24 @@ def test_nan_is_an_error_of_its_prompt(make_pair):
             llm.embed(PROMPTS)
 
 
+def test_an_engine_that_has_ended_says_so(make_pair):
+    directory, _ = make_pair("qwen3")
+    with LLM(directory) as llm:
+        pass
+    with pytest.raises(RuntimeError, match=r"shut down by exit\(\)"):
+        llm.embed([1])
+
+
+def test_a_long_vector_is_normalized(make_pair, tmp_path):
+    """Its squares exceed float32."""
+    directory, _ = make_pair("qwen3")
+    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
+    edit_weights(tmp_path, lambda weights: weights["model.norm.weight"].fill_(1e25))
+    with LLM(tmp_path) as llm:
+        for vector in llm.embed(PROMPTS):
+            assert np.linalg.norm(vector) == pytest.approx(1.0)
+
+
 def test_an_interrupted_call_leaves_the_engine_usable(make_pair):
     directory, oracle = make_pair("qwen3")
     with LLM(directory, **SMALL) as llm:
@@ -147,17 +167,19 @@ def test_new_weights_change_unfinished_embeddings(make_pair):
         llm.update_weights(oracle.model.state_dict())
         while request_id in llm.requests:
             llm.step()
-        vector = embedding[0].fields["pooled"].read(True)
+        (vector,) = read_vectors([embedding[0].fields["pooled"]], normalize=True)
         assert vector == pytest.approx(embed(oracle, PROMPTS[3], "mean"), abs=3e-5)
 
 
-@pytest.mark.parametrize("is_tied", [True, False])
-def test_a_checkpoint_without_a_head(tmp_path, is_tied):
+@pytest.mark.parametrize("is_tied, keeps_head", [(True, False), (False, False), (False, True)])
+def test_a_checkpoint_without_a_head(tmp_path, is_tied, keeps_head):
+    """Or with one that its class does not have."""
     oracle = make_family(tmp_path, "qwen3", tie_word_embeddings=is_tied)
     edit_config(tmp_path, architectures=["Qwen3Model"])
 
     def drop_head(weights):
-        weights.pop("lm_head.weight", None)
+        if not keeps_head:
+            weights.pop("lm_head.weight", None)
         for name in list(weights):
             weights[name.removeprefix("model.")] = weights.pop(name)
 
@@ -184,16 +206,18 @@ MODULES = [
         (MODULES, {"pooling_mode_mean_tokens": True, "include_prompt": True}, "mean"),
         (MODULES, {"pooling_mode": "mean"}, "mean"),
         (MODULES[:1], {}, "last"),
-        (MODULES, {"pooling_mode_cls_token": True}, r"'cls_token'\] is not supported"),
+        (MODULES, {"pooling_mode_cls_token": True}, "so give `pooling`: 'cls_token'"),
         (
             MODULES,
             {"pooling_mode_mean_tokens": True, "pooling_mode_lasttoken": True},
-            "'lasttoken'",
+            "several poolings",
         ),
-        ([*MODULES, {"type": "a.Dense", "path": "3_Dense"}], {}, "module Dense is not supported"),
-        ([{"path": ""}], {}, "modules.json"),
+        ([*MODULES, {"type": "a.Dense", "path": "3_Dense"}], {}, "the module Dense"),
+        ([{"path": ""}], {}, "modules.json does not say"),
+        ([{"type": "a.Pooling", "path": 5}], {}, "modules.json does not say"),
+        (7, {}, "modules.json does not say"),
     ],
-    ids=range(8),
+    ids=range(10),
 )
 def test_files_of_sentence_transformers(make_pair, tmp_path, modules, pooling_config, expected):
     directory, oracle = make_pair("qwen3")

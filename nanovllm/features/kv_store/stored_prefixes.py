@@ -24,7 +24,7 @@ from typing import Any, TypeVar, cast
 import torch
 import transformers
 
-from nanovllm.checkpoints.tensor_files import list_files
+from nanovllm.checkpoints.tensor_files import MTP_FILE, list_files
 from nanovllm.engine.block_manager import Block, BlockManager
 from nanovllm.engine.feature import Facts, Feature
 from nanovllm.engine.llm_engine import LLMEngine
@@ -274,7 +274,10 @@ def group_layers(worker: Worker) -> tuple[EntryKind, EntryKind, EntryKind]:
 def hash_weights(worker: Worker, folder: Path) -> Any:
     if worker.config.load_format == "dummy":
         return f"dummy, seed {worker.config.seed}"
-    return hash_files(sorted(list_files(worker.directory)), folder / "files.json")
+    paths = [*list_files(worker.directory)]
+    if worker.has_mtp_head:
+        paths += worker.directory.glob(MTP_FILE)
+    return hash_files(sorted(paths), folder / "files.json")
 
 
 def describe_model(engine: LLMEngine, weights: Any) -> dict[str, Any]:

@@ -33,38 +33,6 @@ LEARNING_RATE = 0.1  # weight of the newest draft token in the acceptance rate
 FORGETTING_RATE = 0.002
 
 
-class PromptLookup:
-    """Proposes what followed the latest occurrence of the newest tokens (Saxena 2023).
-
-        token_ids | the cat sat on the mat . the cat      "sat on the mat" may follow again
-
-    This works for code, quotations, and answers that repeat the question. `token_ids` is the
-    sequence's own list. Each token is read once, so a proposal costs O(1) on average.
-    """
-
-    SIZES = (3, 2)  # lengths of the n-grams, the longest first
-
-    def __init__(self, token_ids: list[int]) -> None:
-        self.token_ids = token_ids
-        self.num_read = 0
-        # n-gram -> end of its latest occurrence that is followed by a token
-        self.ends: dict[tuple[int, ...], int] = {}
-
-    def propose(self, num_tokens: int) -> list[int]:
-        token_ids = self.token_ids
-        for end in range(self.num_read, len(token_ids)):
-            for size in self.SIZES:
-                self.ends[tuple(token_ids[max(0, end - size) : end])] = end
-        self.num_read = len(token_ids)
-        for size in self.SIZES:
-            end = self.ends.get(tuple(token_ids[-size:]), 0)
-            if end:
-                found = token_ids[end : end + num_tokens]
-                # An occurrence that overlaps the newest tokens is repeated.
-                return (found * num_tokens)[:num_tokens]
-        return []
-
-
 @dataclass
 class Proposal:
     """A sequence's newest proposal, for the tokens from `position` on, and its acceptance rate."""
@@ -145,7 +113,7 @@ class Drafts(Feature):
     def choose(self, step: Step, max_num_tokens: int) -> dict[Sequence, list[int]]:
         """Choose drafts for a step, which has at most `max_num_tokens` with them."""
         budget = min(max_num_tokens, MAX_DRAFT_STEP) - sum(step.num_tokens)
-        candidates = self._collect_candidates(step)[:budget] if budget > 0 else []
+        candidates = self._collect_candidates(step, budget)[:budget] if budget > 0 else []
         tokens = [(self.costs.per_token, candidate.probability) for candidate in candidates]
         num_chosen = self.costs.choose_count(step, tokens)
         drafts: dict[Sequence, list[int]] = {}
@@ -153,44 +121,47 @@ class Drafts(Feature):
             drafts.setdefault(candidate.seq, []).append(candidate.token_id)
         return drafts
 
-    def _collect_candidates(self, step: Step) -> list[Candidate]:
+    def _collect_candidates(self, step: Step, budget: int) -> list[Candidate]:
         """All draft tokens that could be computed, the most probable first."""
-        seqs: list[Sequence] = []
+        limits: dict[Sequence, int] = {}  # how long each draft can be
         for index, seq in enumerate(step.seqs):
             # Penalties and min_tokens make logits depend on more than the K/V of the tokens before.
             is_eligible = not seq.params.penalizes and len(seq.token_ids) >= seq.min_num_tokens
-            if step.is_decode(index) and is_eligible:
-                seqs.append(seq)
+            limit = min(self.max_draft_len, seq.max_num_tokens - len(seq.token_ids) - 1)
+            if step.is_decode(index) and is_eligible and limit > 0:
+                limits[seq] = limit
                 if seq not in self.proposals:
                     self.proposals[seq] = Proposal(self.proposer.first_rate)
                 self.proposals[seq].learn(seq.token_ids)
         candidates: list[Candidate] = []
-        for seq, draft in zip(seqs, self._propose(step, seqs)):
+        for seq, draft in zip(limits, self._propose(step, limits, budget)):
             proposal = self.proposals[seq]
             proposal.token_ids = draft
             proposal.position = len(seq.token_ids)
-            max_len = seq.max_num_tokens - len(seq.token_ids) - 1
             probability = 1.0
-            for token_id in draft[: max(0, max_len)]:
+            for token_id in draft[: limits[seq]]:
                 probability *= proposal.acceptance_rate
                 candidates.append(Candidate(probability, seq, token_id))
         # A stable sort keeps the tokens of a draft in order.
         candidates.sort(key=attrgetter("probability"), reverse=True)
         return candidates
 
-    def _propose(self, step: Step, seqs: list[Sequence]) -> list[list[int]]:
+    def _propose(self, step: Step, limits: dict[Sequence, int], budget: int) -> list[list[int]]:
         """Return a draft for each sequence, or empty ones if the proposer takes too long."""
-        if self.costs.per_pass == 0.0 or not seqs:
-            return self.proposer.propose(seqs, self.max_draft_len)
-        rates = [self.proposals[seq].acceptance_rate for seq in seqs]
+        seqs = list(limits)
+        max_len = max(limits.values(), default=0)
+        if self.costs.per_pass == 0.0:
+            return self.proposer.propose(seqs, max_len)
+        rates = sorted([self.proposals[seq].acceptance_rate for seq in seqs], reverse=True)
         passes: list[tuple[float, float]] = []  # what each adds to the time and to the tokens
-        per_token = self.costs.per_token
-        for length in range(1, self.max_draft_len + 1):
-            cost = self.costs.per_pass * (1 + per_token * (len(seqs) - 1)) + per_token * len(seqs)
-            passes.append((cost, sum([rate**length for rate in rates])))
-        length = self.costs.choose_count(step, passes)
-        if length > 0:
-            return self.proposer.propose(seqs, length)
+        for length in range(1, max_len + 1):
+            fitting = rates[: max(0, budget - len(passes) * len(seqs))]
+            cost = self.costs.per_pass * (1 + self.costs.per_token * (len(seqs) - 1))
+            cost += self.costs.per_token * len(fitting)
+            passes.append((cost, sum([rate**length for rate in fitting])))
+        num_passes = self.costs.choose_count(step, passes)
+        if num_passes > 0:
+            return self.proposer.propose(seqs, num_passes)
         for seq in seqs:
             self.proposals[seq].forget(self.proposer.first_rate)
         return [[] for _ in seqs]
