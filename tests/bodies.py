@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from operator import itemgetter
+from pathlib import Path
 from pkgutil import resolve_name
 from traceback import walk_tb
 from types import CodeType, FunctionType
@@ -178,18 +179,27 @@ class Findings:
         self.num_tests = 0
         self.failed: set[str] = set()
 
+    def pytest_runtest_setup(self) -> None:
+        if not ORIGINALS:  # after `select`, which sets bodies
+            for name in self.names:
+                watch(name)
+        CALLED.clear()
+
     def pytest_exception_interact(self, call: pytest.CallInfo, report: pytest.TestReport) -> None:
         assert call.excinfo is not None
         error = call.excinfo.value
         if isinstance(error, NotImplementedError):
             report.longrepr = f"{error} is empty"
             return
-        codes = {find_function(name).__code__: name for name in self.names}
+        codes = {ORIGINALS[name].__code__: name for name in self.names}
         called = [frame.f_code for frame, _ in walk_tb(error.__traceback__)]
-        own = [codes[code] for code in called if code in codes]
+        own = [codes[code] for code in called if code in codes][-1:]
+        title = "your function that is nearest to the error"
+        if not own:
+            own = [name for name in self.names if name in CALLED]
+            title = "your functions that this test has called"
         if own:
-            name = own[-1].partition(":")[2]
-            report.sections.append(("your function that is nearest to the error", name))
+            report.sections.append((title, ", ".join(name.partition(":")[2] for name in own)))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.num_tests += report.when == "setup"
@@ -198,14 +208,26 @@ class Findings:
 
 
 def check(
-    tests: list[str], names: list[str], references: dict[str, str], empties: dict[str, str]
+    tests: list[str],
+    names: list[str],
+    references: dict[str, str],
+    empties: dict[str, str],
+    choices: Path,
 ) -> Findings:
-    """Run tests with the bodies of `references`. With `empties`, only tests that notice these."""
+    """Run tests with the bodies of `references`. With `empties`, only tests that notice these.
+
+    Finding out which these are takes a run of all tests, so the file `choices` keeps them.
+    """
 
     def select(forks: Forks) -> Sequence[str]:
         set_bodies(references)
-        failed = forks.run(list(forks.items), partial(set_bodies, empties), stops=False)
-        return list(dict.fromkeys(failed))
+        kept = json.loads(choices.read_text()) if choices.exists() else {}
+        key = " ".join(empties)
+        if key not in kept:
+            failed = forks.run(list(forks.items), partial(set_bodies, empties), stops=False)
+            kept[key] = list(dict.fromkeys(failed))
+            choices.write_text(json.dumps(kept))
+        return kept[key]
 
     findings = Findings(names)
     plugins = [findings, Forks(select)] if empties else [findings]

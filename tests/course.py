@@ -130,7 +130,10 @@ def find_names(evenings: list[Evening], chosen: list[str]) -> list[str]:
             if re.split("[:.]", name)[-each.count(".") - 1 :] == each.split(".")
         ]
         if not matches:
-            raise CourseError(f"{each} is no function of this evening: name it as start does")
+            own = [name.rpartition(":")[2] for name in names]
+            known = dict.fromkeys([*own, *[name.rpartition(".")[2] for name in own]])
+            close = difflib.get_close_matches(each, known) or own
+            raise CourseError(f"{each} is no function of this evening. Try {', '.join(close)}")
         found += matches
     return found or names
 
@@ -213,7 +216,8 @@ def check(evenings: list[Evening], chosen: list[str]) -> int:
     )
     import bodies  # only here, because it needs pytest
 
-    findings = bodies.check(list(tests), names, references, empties)
+    choices = ROOT / ".git" / "nanovllm-course.json"
+    findings = bodies.check(list(tests), names, references, empties, choices)
     subject = f"that need {', '.join(chosen)}" if chosen else "of the evening"
     num_passed = findings.num_tests - len(findings.failed)
     print(f"{num_passed} of {findings.num_tests} tests {subject} pass")

@@ -61,7 +61,10 @@ class InputProcessor:
         check_served(params.needs, self.features)
         fields: dict[str, Any] = {}
         for feature in self.features.prepare:
-            fields |= feature.prepare(params, num_samples)
+            for name, value in feature.prepare(params, num_samples).items():
+                if name in fields:
+                    raise ValueError(f"two features give a request its {name}: use one of them")
+                fields[name] = value
         return fields
 
     def make_requests(

@@ -3,11 +3,11 @@
 import random
 
 import pytest
-from conftest import attach, finish_step
+from conftest import attach, finish_step, greedy
 from test_scheduler import make_scheduler, make_sequence, run_step, run_steps
 
 from nanovllm import SamplingParams
-from nanovllm.engine.feature import Feature, Features
+from nanovllm.engine.feature import Constraint, Feature, Features
 from nanovllm.engine.scheduler import PrefillFirstScheduler, Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
@@ -332,3 +332,18 @@ def test_a_reset_keeps_the_order_and_resets_features():
     check_queues(scheduler)
     assert {seq.num_cached_tokens for seq in seqs} == {None}
     assert run_steps(scheduler, 3) == [{0: 6, 1: 6}, {0: 1, 1: 1}, {2: 5}]
+
+
+def test_two_features_cannot_give_a_request_one_field(make_llm):
+    """A request has one constraint, and the second one would replace the first."""
+
+    class Ends(Feature):
+        def prepare(self, params, num_samples):
+            return {"constraint": Constraint()}
+
+    llm = make_llm()
+    llm.add_feature(Ends())
+    assert llm.generate([1, 2], greedy(2))
+    llm.add_feature(Ends())
+    with pytest.raises(ValueError, match="two features give a request its constraint"):
+        llm.generate([1, 2], greedy(2))

@@ -140,6 +140,18 @@ def test_noise_is_gumbel_and_uncorrelated(seeds, positions):
     assert winners.var() / winners.mean() < 1.3
 
 
+def test_the_largest_noise_does_not_tie():
+    """It is -log(-log1p(-u)), because a uniform u in float32 is finest near 0.
+
+    -log(-log(u)) has the same distribution, but its largest values come from u near 1, where
+    neighbouring numbers are 6e-8 apart. Equal noise of two tokens would decide by their order.
+    """
+    keys = torch.from_numpy(make_noise_keys(range(500), [0] * 500))
+    largest = gumbel_noise(Sampler(8000).token_hashes, keys).flatten().topk(1000).values
+    num_different = len(largest.unique())
+    assert num_different > 990, "the noise of small u must be the largest: -log(-log1p(-u))"
+
+
 def test_extreme_noise_keys_stay_finite():
     keys = torch.tensor([[0, 0], [-1, -1], [2**31 - 1, -(2**31)]], dtype=torch.int32)
     noise = gumbel_noise(torch.arange(-1000, 1000, dtype=torch.int32), keys)

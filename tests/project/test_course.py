@@ -223,8 +223,13 @@ def test_an_evening_from_start_to_end(project, tmp_path, monkeypatch):
     assert "your function that is nearest to the error" in printed
     assert "0 of 1 tests that need double pass" in printed
 
+    path.write_text(PAIR.replace("add(a, a)", "3 * a"))
+    printed = run(own, "check", "1")[1]
+    assert re.search("your functions that this test has called -*\ndouble", printed)
+
     path.write_text(PAIR.replace("add(a, a)", "2 * a"))
-    assert "2 of 2 tests that need add pass" in run(own, "check", "1", "add")[1]
+    for _ in range(2):  # the second time with the tests that are known
+        assert "2 of 2 tests that need add pass" in run(own, "check", "1", "add")[1]
     status, printed = run(own, "check", "1")
     assert status == 0, printed
     assert "2 of 2 tests of the evening pass" in printed
@@ -234,7 +239,11 @@ def test_an_evening_from_start_to_end(project, tmp_path, monkeypatch):
     assert "identical: nanovllm.pair:add" in printed
     assert "-    return add(a, a)\n+    return 2 * a" in printed
     assert "nanovllm.pair:double" not in run(own, "compare", "1", "add")[1]
-    assert "2 * b is no function" in run(own, "check", "1", "2 * b")[1]
+    assert "2 * b is no function of this evening. Try add, d" in run(own, "check", "1", "2 * b")[1]
+    assert (
+        "doubled is no function of this evening. Try double\n"
+        in run(own, "check", "1", "doubled")[1]
+    )
 
     path.write_text("def add(a, b)\n")
     for command in ("check", "compare"):
