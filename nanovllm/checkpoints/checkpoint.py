@@ -13,7 +13,7 @@ from nanovllm.checkpoints.tensor_files import open_weights
 from nanovllm.config import MAX_SIZE, Config
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_ints, naming
-from nanovllm.utils.helpers import as_list, read_json
+from nanovllm.utils.helpers import as_list, read_json, report
 
 # Options of from_pretrained: run no code of the checkpoint, use no network.
 LOCAL: dict[str, bool] = {"trust_remote_code": False, "local_files_only": True}
@@ -116,13 +116,22 @@ def read_tokenizer(directory: Path) -> PreTrainedTokenizerBase | None:
 
 
 def choose_dtype(config: Config, hf_config: PretrainedConfig, directory: Path) -> torch.dtype:
-    """Return the dtype of `config`, or else of config.json, or else of the stored embedding."""
+    """Return the dtype of `config`, or else of config.json, or else of the stored embedding.
+
+    A GPU before Ampere, such as the T4, computes bfloat16 only by emulation, so it gets float16.
+    """
     if config.dtype != "auto":
         return getattr(torch, config.dtype)
-    if isinstance(hf_config.dtype, torch.dtype):
-        return hf_config.dtype
-    files = open_weights(directory, config.load_format)
-    return torch.float32 if files is None else files.find_stored_dtype()
+    dtype = hf_config.dtype
+    if not isinstance(dtype, torch.dtype):
+        files = open_weights(directory, config.load_format)
+        dtype = torch.float32 if files is None else files.find_stored_dtype()
+    on_gpu = config.device != "cpu" and torch.cuda.is_available()
+    if dtype == torch.bfloat16 and on_gpu:
+        if not torch.cuda.is_bf16_supported(including_emulation=False):
+            report("this GPU has no bfloat16, so the model is computed in float16")
+            return torch.float16
+    return dtype
 
 
 def read_eos_token_ids(

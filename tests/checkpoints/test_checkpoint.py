@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import (
     copy_tokenizer,
     edit_config,
@@ -15,7 +16,12 @@ from huggingface_hub.utils import filter_repo_objects
 from test_weights import load, reject
 
 from nanovllm import DEMO_MODEL, LLM
-from nanovllm.checkpoints.checkpoint import find_checkpoint, find_generation_defaults
+from nanovllm.checkpoints.checkpoint import (
+    Checkpoint,
+    find_checkpoint,
+    find_generation_defaults,
+)
+from nanovllm.config import Config
 
 SIZES = (
     "vocab_size",
@@ -258,3 +264,19 @@ def test_only_files_that_are_read_are_downloaded(checkpoint, monkeypatch):
     monkeypatch.setattr("nanovllm.checkpoints.checkpoint.snapshot_download", download)
     assert find_checkpoint("org/name") == checkpoint
     assert downloaded == read
+
+
+@pytest.mark.parametrize(
+    "options, has_bfloat16, expected",
+    [
+        ({}, False, torch.float16),
+        ({}, True, torch.bfloat16),
+        ({"device": "cpu"}, False, torch.bfloat16),
+        ({"dtype": "bfloat16"}, False, torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_a_gpu_without_bfloat16_gets_float16(monkeypatch, options, has_bfloat16, expected):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bfloat16)
+    assert Checkpoint.open(Config(DEMO_MODEL, **options)).dtype == expected
