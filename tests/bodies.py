@@ -27,8 +27,9 @@ MEMORY_LIMIT = 8 << 30  # bytes of a fork, whose loop may never end
 
 
 def find_function(name: str) -> FunctionType:
-    """Return a function `module:qualified name`, also that of a class method."""
+    """Return a function `module:qualified name`, also that of a class method or of a kernel."""
     function = resolve_name(name)
+    function = getattr(function, "fn", function)
     return getattr(function, "__func__", function)
 
 
@@ -39,6 +40,9 @@ def set_body(name: str, source: str) -> None:
         inner = [each for each in code.co_consts if isinstance(each, CodeType)]
         code = next(each for each in inner if each.co_name == part)
     find_function(name).__code__ = code
+    kernel = resolve_name(name)
+    if hasattr(kernel, "rewritten_fn"):  # what Triton's interpreter has made of the other body
+        kernel.rewritten_fn.pop(kernel.fn, None)
 
 
 def set_bodies(sources: dict[str, str]) -> None:
@@ -51,8 +55,19 @@ CALLED: set[str] = set()
 
 
 def watch(name: str) -> None:
-    """Let a function note that it was called."""
+    """Let a function note that it was called. Kernels are called in another way."""
     function = find_function(name)
+    kernel = resolve_name(name)
+    if hasattr(kernel, "rewrite"):
+        rewrite = kernel.rewrite
+
+        def note_and_rewrite() -> Any:
+            CALLED.add(name)
+            return rewrite()
+
+        kernel.rewrite = note_and_rewrite
+        ORIGINALS[name] = function
+        return
     ORIGINALS[name] = FunctionType(function.__code__, function.__globals__, name)
     ORIGINALS[name].__defaults__ = function.__defaults__
     ORIGINALS[name].__kwdefaults__ = function.__kwdefaults__

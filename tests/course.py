@@ -1,7 +1,7 @@
-"""Rebuild the engine in seven evenings.
+"""Rebuild the engine in eight evenings.
 
     python tests/course.py start 3 ../my-nanovllm     a copy in which the functions of evening 3 are
-                                                      empty; 1-7 empties those of all evenings
+                                                      empty; 1-8 empties those of all evenings
     python tests/course.py check 3 [FUNCTION ...]     in the copy: which functions are still empty,
                                                       and the tests of the evening. With functions:
                                                       all others are the reference
@@ -241,7 +241,7 @@ def compare(evenings: list[Evening], chosen: list[str]) -> int:
 
 
 def parse_numbers(text: str) -> list[Evening]:
-    """Parse 3, or a range such as 1-7."""
+    """Parse 3, or a range such as 1-8."""
     first, _, last = text.partition("-")
     numbers = [evening.number for evening in EVENINGS]
     try:
@@ -262,7 +262,7 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     for name, function in (("start", start), ("check", check), ("compare", compare)):
         command = commands.add_parser(name, help=function.__doc__, description=function.__doc__)
-        command.add_argument("evenings", type=parse_numbers, help="3, or a range such as 1-7")
+        command.add_argument("evenings", type=parse_numbers, help="3, or a range such as 1-8")
     commands.choices["start"].add_argument("directory", type=Path, help="where to make the copy")
     for name in ("check", "compare"):
         commands.choices[name].add_argument(

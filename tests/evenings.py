@@ -1,4 +1,4 @@
-"""The seven evenings of the course: what to read, what to write, and the tests that must pass.
+"""The eight evenings of the course: what to read, what to write, and the tests that must pass.
 
 tests/course.py makes the copy in which the functions of an evening are empty. Pages, scenes and
 exercises are those of nanovllm/course/ and of the reader's guide, nanovllm/README.md.
@@ -253,5 +253,23 @@ EVENINGS = (
             "tests/benchmark/test_bench.py::test_roofline_counts_what_the_option_quantizes",
         ),
         exercise=9,
+    ),
+    Evening(
+        number=8,
+        title="A kernel of your own",
+        page="nanovllm/course/8_kernel.md",
+        scene="how many bytes of K/V the programs of a decode ask for",
+        reading=("nanovllm/layers/attention.py", "nanovllm/kernels/cuda/attention_kernels.py"),
+        functions="""
+            nanovllm.course.own_kernel:store_kernel
+            nanovllm.course.own_kernel:find_rows
+            nanovllm.course.own_kernel:attend_whole_kernel
+            nanovllm.course.own_kernel:attend_range
+            nanovllm.course.own_kernel:attend_split_kernel
+            nanovllm.course.own_kernel:combine_kernel
+            nanovllm.course.own_kernel:attend
+        """.split(),
+        tests=("tests/kernels/test_own_kernel.py",),
+        exercise=6,
     ),
 )

@@ -18,6 +18,7 @@ BLOCKS = "nanovllm.engine.block_manager:BlockManager"
 DRAFTS = "nanovllm.features.speculation"
 STATES = "nanovllm.features.recurrent_states:RecurrentStates"
 WEIGHT = "nanovllm.layers.quantized:QuantizedWeight"
+KERNEL = "nanovllm.course.own_kernel"
 
 WRONG_BODIES = (
     # K/V that a feature wants to be computed never are.
@@ -162,6 +163,60 @@ WRONG_BODIES = (
         "(2 if start else 1) * sizes.state",
         "sizes.state",
     ),
+    # Slot -1 is the last row of the cache.
+    WrongBody(8, f"{KERNEL}:store_kernel", "if slot >= 0:", "if slot >= -1:"),
+    # A logical block is taken for a physical one.
+    WrongBody(8, f"{KERNEL}:find_rows", "block_ids * BLOCK_SIZE", "positions // BLOCK_SIZE * 4"),
+    # Query heads 0, 2, 4 share a K/V head, not 0, 1.
+    WrongBody(
+        8,
+        f"{KERNEL}:attend_whole_kernel",
+        "query_head // (NUM_HEADS // HEADS)",
+        "query_head % HEADS",
+    ),
+    WrongBody(8, f"{KERNEL}:attend_whole_kernel", "scores - tl.max(scores, axis=0)", "scores"),
+    # Only the sum is rescaled, or only the output.
+    WrongBody(8, f"{KERNEL}:attend_range", "output * factor", "output"),
+    WrongBody(8, f"{KERNEL}:attend_range", "total * factor", "total"),
+    # The maximum of a block, not of all so far.
+    WrongBody(
+        8,
+        f"{KERNEL}:attend_range",
+        "tl.maximum(largest, tl.max(scores, axis=0))",
+        "tl.max(scores, axis=0)",
+    ),
+    # What is masked is read.
+    WrongBody(
+        8,
+        f"{KERNEL}:attend_range",
+        "tl.load(places + value_offset, mask=mask, other=0.0)",
+        "tl.load(places + value_offset)",
+    ),
+    # A masked score is 0.
+    WrongBody(8, f"{KERNEL}:attend_range", """axis=1), float("-inf"))""", "axis=1), 0.0)"),
+    # The last split ends where it would if all were full.
+    WrongBody(
+        8,
+        f"{KERNEL}:attend_split_kernel",
+        "tl.minimum(start + split_len, context_len)",
+        "start + split_len",
+    ),
+    # Splits are averaged.
+    WrongBody(
+        8,
+        f"{KERNEL}:combine_kernel",
+        "tl.exp(maxima - tl.max(maxima, axis=0))",
+        "maxima * 0.0 + 1.0",
+    ),
+    # The sums of the splits are not weighted.
+    WrongBody(
+        8,
+        f"{KERNEL}:combine_kernel",
+        "weights * tl.load(totals + splits)",
+        "tl.load(totals + splits)",
+    ),
+    # Each sequence has one query, also in a prefill.
+    WrongBody(8, f"{KERNEL}:attend", "batch.max_seqlen_q > 1", "False"),
 )
 
 # Changes of course_sweep.py that no test has to notice, by the reason.
