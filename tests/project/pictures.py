@@ -179,7 +179,8 @@ def draft(picture):
     others are rejected, and the block that only these needed is released.
     """
     drafts = Drafts()
-    with start_engine(drafts, num_speculative_tokens=4, **OPTIONS) as engine:
+    lookups = {"num_speculative_tokens": 4, "speculative_method": "prompt_lookup"}
+    with start_engine(drafts, **lookups, **OPTIONS) as engine:
         drafts.costs = StepCosts(per_token=0.0)  # as if draft tokens cost nothing, on any machine
         prompt = "<|im_start|>user\nIs 162 odd or even?<|im_end|>\n<|im_start|>assistant\n"
         engine.add_request(prompt, GREEDY)
