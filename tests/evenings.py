@@ -259,7 +259,7 @@ EVENINGS = (
         title="A kernel of your own",
         page="nanovllm/course/8_kernel.md",
         scene="how many bytes of K/V the programs of a decode ask for",
-        reading=("nanovllm/layers/attention.py", "nanovllm/kernels/cuda/attention_kernels.py"),
+        reading=("nanovllm/layers/attention.py", "nanovllm.course.own_kernel:attend_split"),
         functions="""
             nanovllm.course.own_kernel:store_kernel
             nanovllm.course.own_kernel:find_rows

@@ -98,8 +98,8 @@ def attend_range(
     """Attend to positions `start` to `end`, a block at a time, with an online softmax.
 
     `query` is a pointer to the DIM numbers of one head, and `start` is where a block begins. Return
-    the largest score, the sum of exp(score - largest), and the sum of exp(score - largest) * value
-    [power of two]. Without positions these are -inf, 0 and zeros.
+    the largest score, the sum of exp(score - largest), and the sum of exp(score - largest) * value,
+    an array of the next power of two of DIM. Without positions these are -inf, 0 and zeros.
     """
     dims = tl.arange(0, triton.next_power_of_2(DIM))
     is_dim = dims < DIM

@@ -83,6 +83,16 @@ def test_store_kvcache_writes_its_slots_and_no_others(num_kv_heads, head_dim):
     assert torch.equal(kv_cache, expected)
 
 
+def test_a_query_can_be_a_part_of_a_larger_tensor():
+    sizes = (4, 2, 16)
+    query, kv_cache, batch = make_inputs(*sizes, [9, 2])
+    shape = AttentionShape(*sizes, 0.3)
+    strided = torch.stack([query, query], dim=1).flatten(1, 2)[:, :4]
+    expected = own_kernel.attend(query, kv_cache, batch, shape)
+    assert not strided.is_contiguous()
+    assert torch.equal(own_kernel.attend(strided, kv_cache, batch, shape), expected)
+
+
 def test_the_demo_model_runs_with_the_own_backend(monkeypatch):
     """A row of BACKENDS is all that it takes."""
     prompts = [random_prompt(seed, 3 + 7 * seed) for seed in range(3)]

@@ -8,7 +8,7 @@ position. A draft token is therefore accepted exactly when it equals the token t
 its place. (Leviathan et al. 2023 use rejection sampling instead.)
 
 A draft costs time, so a step computes only those draft tokens that raise its expected tokens per
-second (costs.py), and an MTP head runs only if that, too, is worth its time. The acceptance rate of
+second (costs.py), and an MTP head runs only if that is worth its time, too. The acceptance rate of
 a sequence is learned from its earlier proposals, whether a step computed them or not. Drafts take
 the tokens and blocks that a step leaves unused, and can evict cached blocks. No sequence waits or
 is preempted for a draft.
