@@ -24,7 +24,6 @@ from nanovllm.engine.block_manager import Block
 from nanovllm.engine.feature import Feature
 from nanovllm.engine.input_processor import PreparedPrompt
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.outputs import FinishReason
 from nanovllm.engine.request import Request
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Row, Step
@@ -117,9 +116,6 @@ class Embeddings(Feature):
             start = end
 
     def releasing(self, seq: Sequence) -> None:
-        self.pooled.pop(seq, None)
-
-    def finished(self, seq: Sequence, reason: FinishReason) -> None:
         self.pooled.pop(seq, None)
 
 
