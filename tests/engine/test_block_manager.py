@@ -95,6 +95,14 @@ def test_a_hash_collision_is_no_hit():
     assert find_hits(manager, 0, 2, 0, 0, 5) == []
 
 
+def test_a_hash_depends_on_the_order_of_tokens_and_of_blocks():
+    hashes = set()
+    for first, second in (([1, 2], [3, 4]), ([3, 4], [1, 2]), ([2, 1], [3, 4]), ([1, 3], [2, 4])):
+        prefix = BlockManager.compute_hash(first)
+        hashes |= {prefix, BlockManager.compute_hash(second, prefix)}
+    assert len(hashes) == 8
+
+
 def test_each_engine_has_its_own_128_bit_hashes():
     """Otherwise a client could prepare collisions."""
     hashes = []

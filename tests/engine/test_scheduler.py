@@ -69,6 +69,38 @@ def test_a_prefix_can_be_shared_within_a_step():
     assert scheduler.num_decode_tokens == 6
 
 
+def test_hits_of_generated_tokens_are_not_counted():
+    """After a reset, a sequence can hit blocks with tokens that it has generated."""
+    scheduler = make_scheduler()
+    scheduler.add(make_sequence(0, prompt_len=12, max_tokens=2))
+    run_steps(scheduler, 2)
+    seq = make_sequence(1, prompt_len=5, max_tokens=9, first_token=0)
+    seq.token_ids += range(5, 12)
+    scheduler.add(seq)
+    assert run_step(scheduler) == {1: 4}
+    assert seq.num_cached_tokens == scheduler.num_cached_tokens == 5
+
+
+def test_a_pending_token_names_its_row():
+    """A sequence that computes a chunk has no row of logits."""
+    scheduler = make_scheduler()
+    seqs = [make_sequence(seq_id, prompt_len=4, max_tokens=9) for seq_id in range(3)]
+    for seq in seqs:
+        scheduler.add(seq)
+    step = scheduler.schedule()
+    step.num_tokens[0], step.num_logits[0] = 3, 0
+    scheduler.advance(step)
+    assert [seq.token_ids[-1] for seq in seqs] == [3, ~0, ~1]
+
+
+def test_nan_logits_leave_no_token():
+    scheduler = make_scheduler()
+    seq = make_sequence(0, prompt_len=4, max_tokens=9)
+    scheduler.add(seq)
+    finish_step(scheduler, scheduler.schedule(), [[-1]])
+    assert (seq.token_ids, seq.finish_reason) == ([0, 1, 2, 3], "error")
+
+
 def test_the_newest_sequence_is_preempted_when_blocks_run_out():
     scheduler = make_scheduler(num_blocks=4, max_num_seqs=2)
     seqs = [make_sequence(seq_id, prompt_len=4, max_tokens=9) for seq_id in range(3)]

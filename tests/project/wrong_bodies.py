@@ -139,6 +139,54 @@ WRONG_BODIES = (
     ),
     # A partial prompt loses the blocks of its rest.
     WrongBody(6, f"{DRAFTS}.drafts:Drafts.advanced", "in self.drafts:", "in step.seqs:"),
+    # The same tokens in another order are a hit.
+    WrongBody(
+        3,
+        f"{BLOCKS}.compute_hash",
+        "xxhash.xxh3_128_intdigest(data, seed=prefix % 2**64)",
+        "max(0, prefix) + sum(token_ids) + 1",
+    ),
+    # Blocks in use stay in the prefix cache.
+    WrongBody(
+        3,
+        f"{BLOCKS}.uncache",
+        "if block.is_cached:",
+        "if block.is_cached and block.ref_count == 0:",
+    ),
+    # Hits of generated tokens count.
+    WrongBody(
+        2,
+        f"{SCHEDULER}._admit",
+        "min(num_reused_tokens, seq.num_prompt_tokens)",
+        "num_reused_tokens",
+    ),
+    # One victim and no more.
+    WrongBody(
+        2,
+        f"{SCHEDULER}._grow",
+        "while not self.block_manager.grow(seq):",
+        "if not self.block_manager.grow(seq):",
+    ),
+    # A preempted sequence goes to the end of the queue.
+    WrongBody(2, f"{SCHEDULER}.preempt", "move_to_end(seq, last=False)", "move_to_end(seq)"),
+    # A pending token names the sequence in place of its row.
+    WrongBody(
+        2, f"{SCHEDULER}.advance", "seq.token_ids.append(~row)", "seq.token_ids.append(~index)"
+    ),
+    # A block is wanted although the last free one is enough.
+    WrongBody(
+        1,
+        f"{BLOCKS}.grow",
+        "if num_new > len(self.free_block_ids):",
+        "if num_new >= len(self.free_block_ids):",
+    ),
+    # A proposal is compared with the first tokens, wherever it was made.
+    WrongBody(
+        6,
+        f"{DRAFTS}.drafts:Proposal.learn",
+        "zip(self.token_ids, token_ids[self.position :])",
+        "zip(self.token_ids, token_ids)",
+    ),
     # A group whose weights all have one sign has no code for 0.
     WrongBody(7, f"{WEIGHT}.quantize", ".clamp_(max=0.0)", ""),
     WrongBody(7, f"{WEIGHT}.quantize", ".clamp_(min=0.0)", ""),
