@@ -152,6 +152,12 @@ def test_the_largest_noise_does_not_tie():
     assert num_different > 990, "the noise of small u must be the largest: -log(-log1p(-u))"
 
 
+def test_seed_and_position_are_not_only_added():
+    """Otherwise a request would repeat the noise of another one, some positions later."""
+    keys = make_noise_keys([1, 2, 3, 0], [2, 1, 0, 3])
+    assert len({tuple(key) for key in keys.tolist()}) == 4
+
+
 def test_extreme_noise_keys_stay_finite():
     keys = torch.tensor([[0, 0], [-1, -1], [2**31 - 1, -(2**31)]], dtype=torch.int32)
     noise = gumbel_noise(torch.arange(-1000, 1000, dtype=torch.int32), keys)

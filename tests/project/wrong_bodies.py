@@ -180,6 +180,13 @@ WRONG_BODIES = (
         "if num_new > len(self.free_block_ids):",
         "if num_new >= len(self.free_block_ids):",
     ),
+    # Seed and position are added.
+    WrongBody(
+        5,
+        "nanovllm.layers.noise:make_noise_keys",
+        "map(xxhash.xxh64_intdigest, data, seeds)",
+        "map(lambda x, y: xxhash.xxh64_intdigest(str(int.from_bytes(x, 'little') + y)), data, seeds)",
+    ),
     # A proposal is compared with the first tokens, wherever it was made.
     WrongBody(
         6,
