@@ -185,7 +185,7 @@ WRONG_BODIES = (
         5,
         "nanovllm.layers.noise:make_noise_keys",
         "map(xxhash.xxh64_intdigest, data, seeds)",
-        "map(lambda x, y: xxhash.xxh64_intdigest(str(int.from_bytes(x, 'little') + y)), data, seeds)",
+        "[xxhash.xxh64_intdigest(str(p + s)) for p, s in zip(positions, seeds)]",
     ),
     # A proposal is compared with the first tokens, wherever it was made.
     WrongBody(
