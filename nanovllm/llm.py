@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from threading import RLock
 from typing import Any
 
@@ -18,7 +18,7 @@ from nanovllm.features.beam_search import BeamSearch, make_outputs, search_toget
 from nanovllm.features.embeddings import (
     Embeddings,
     Pooling,
-    choose_pooling,
+    find_pooling,
     prepare_embedding,
     read_vectors,
 )
@@ -35,6 +35,7 @@ from nanovllm.text.chat_template import Message, Tool, render_chats
 from nanovllm.text.vocabulary import Vocabulary
 from nanovllm.utils.checks import (
     check_bool,
+    check_choice,
     check_int,
     check_number,
     check_type,
@@ -186,18 +187,23 @@ class LLM(UpdatableEngine):
             if output["finish_reason"] != "length":
                 reason = output["error"] or output["finish_reason"]
                 raise ValueError(f"prompt {index} has no embedding: {reason}")
-        pooled = [prompt.fields["pooled"] for prompt in prepared]
-        return list(read_vectors(pooled, normalize)) if pooled else []
+        return list(read_vectors(prepared, normalize)) if prepared else []
 
     def prepare_embeddings(
         self, prompts: Any, pooling: Any = None, cache_salt: Any = None
     ) -> list[PreparedPrompt]:
         """Tokenize and check prompts that are embedded."""
         self.executor.raise_if_stopped()
-        chosen = choose_pooling(pooling, self.executor.worker.directory)
+        if pooling is None:
+            pooling = self.default_pooling
+        check_choice("pooling", pooling, ("last", "mean"))
         encode = partial(self.input_processor.encoder.encode, num_new_tokens=0)
         all_token_ids = [encode(prompt) for prompt in list_prompts(prompts)]
-        return [prepare_embedding(ids, chosen, cache_salt) for ids in all_token_ids]
+        return [prepare_embedding(ids, pooling, cache_salt) for ids in all_token_ids]
+
+    @cached_property
+    def default_pooling(self) -> Pooling:
+        return find_pooling(self.executor.worker.directory)
 
     def encode_chats(self, conversations: list[list[Message]], **options: Any) -> list[Prompt]:
         """Return the token ids of conversations. `options` are those of `chat`."""

@@ -145,10 +145,11 @@ class GivenTensors(TensorFiles):
             self._stored[name] = (self.directory, stored_name)
 
     def add_mtp_head(self, files: TensorFiles) -> None:
-        """Add the MTP head of `files`, unless one is given. Trainers do not know it."""
-        names = [name for name in files.list_unread() if name.startswith(MTP)]
-        if not any(name.startswith(MTP) for name in self._tensors):
-            for name in names:
+        """Add the MTP head of `files`, unless one is given. Models of transformers have none."""
+        if any(name.startswith(MTP) for name in self._tensors):
+            return
+        for name in files.list_unread():
+            if name.startswith(MTP):
                 self._tensors[name] = files.read(name)
                 self._stored[name] = (self.directory, name)
 

@@ -28,7 +28,7 @@ from nanovllm.engine.request import Request
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Row, Step
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.checks import check_choice, naming
+from nanovllm.utils.checks import naming
 
 Pooling = Literal["last", "mean"]
 # Names in the files of sentence-transformers.
@@ -53,11 +53,12 @@ class Pooled:
             self.num_tokens += len(hidden)
 
 
-def read_vectors(pooled: list[Pooled], normalize: bool) -> np.ndarray:
+def read_vectors(prompts: list[PreparedPrompt], normalize: bool) -> np.ndarray:
     """Return the vectors of prompts, float32 [num_prompts, hidden_size], in one copy from a GPU.
 
     Raises ValueError if one is not finite.
     """
+    pooled: list[Pooled] = [prompt.fields["pooled"] for prompt in prompts]
     means = [cast(Tensor, each.total) / each.num_tokens for each in pooled]
     vectors = torch.stack(means).cpu().numpy()
     if normalize:
@@ -124,13 +125,11 @@ def prepare_embedding(token_ids: list[int], pooling: Pooling, salt: str | None) 
     return PreparedPrompt(token_ids, params, {"ends_with_prompt": True, "pooled": Pooled(pooling)})
 
 
-def choose_pooling(pooling: Pooling | None, directory: Path) -> Pooling:
-    """Return `pooling`, or else that of a checkpoint of sentence-transformers, or else "last".
+def find_pooling(directory: Path) -> Pooling:
+    """Return the pooling of a checkpoint of sentence-transformers. That of others is "last".
 
     Raises ValueError for what is not supported.
     """
-    if pooling is not None:
-        return cast(Pooling, check_choice("pooling", pooling, ("last", "mean")))
     path = directory / "modules.json"
     if not path.exists():
         return "last"

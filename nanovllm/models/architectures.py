@@ -124,10 +124,10 @@ def read_spec(
     path = Path(config.name_or_path or "", "config.json")
     with naming(path, Exception):  # an invalid value can raise anything
         name = next(iter(config.architectures or ()), None)
-        has_head = True
-        if name not in ARCHITECTURES and str(name).removesuffix("Model") + _HEAD in ARCHITECTURES:
-            name = str(name).removesuffix("Model") + _HEAD
-            has_head = False
+        with_head = str(name).removesuffix("Model") + _HEAD
+        has_head = name in ARCHITECTURES or with_head not in ARCHITECTURES
+        if not has_head:
+            name = with_head
         check_choice("dtype", str(dtype).removeprefix("torch."), DTYPES)
         quantized = read_quantization(config, quantization)
         if model_impl == "transformers" or (model_impl == "auto" and name not in ARCHITECTURES):
@@ -147,7 +147,7 @@ def read_spec(
         computed = family.compute(config, {**read, "max_model_len": max_model_len})
         own = {"dtype": dtype, "quantization": quantized, "has_head": has_head}
         if not has_head:
-            own["tie_embeddings"] = True  # so that nothing is missing
+            own["tie_embeddings"] = True  # so that no head is loaded
         spec = family.spec(**{**read, **computed, **own})
         _check_ranks(spec, names, num_ranks)
         return spec

@@ -111,7 +111,7 @@ class DraftingLM(CausalLM):
         before[batch.cu_seqlens_q[:-1].long()] = self.read_before(batch, hidden_cache)
         # Only K/V are needed, and the layers of kernels/cpu/ compute nothing else then.
         no_rows = replace(batch, logits_indices=batch.logits_indices[:0])
-        self.mtp(*self._embed(batch, before[:-1]), head_cache, no_rows)
+        self._run_head(no_rows, before[:-1], head_cache)
         return hidden.index_select(0, batch.logits_indices)
 
     def draft(self, batch: Batch, kv_caches: list[Tensor], before: Tensor | None = None) -> Tensor:
@@ -124,11 +124,11 @@ class DraftingLM(CausalLM):
         *_, head_cache, hidden_cache = kv_caches
         if before is None:
             before = self.read_before(batch, hidden_cache)
-        return self.mtp.norm(self.mtp(*self._embed(batch, before), head_cache, batch))
+        return self.mtp.norm(self._run_head(batch, before, head_cache))
 
-    def _embed(self, batch: Batch, before: Tensor) -> tuple[Tensor, Tensor, CosSins]:
+    def _run_head(self, batch: Batch, before: Tensor, kv_cache: Tensor) -> Tensor:
         cos_sins = [rotary(batch.positions) for rotary in self.model.rotaries]
-        return self.model.embed(batch), before, cos_sins
+        return self.mtp(self.model.embed(batch), before, cos_sins, kv_cache, batch)
 
     def read_before(self, batch: Batch, hidden_cache: Tensor) -> Tensor:
         """Return the hidden state before each sequence's first token, or zeros at position 0."""

@@ -28,7 +28,7 @@ class ModelSpec:
     windows: tuple[int | None, ...]  # for each layer, as in AttentionShape
     intermediate_size: int = 0  # width of the MLPs, if there are any
     tie_embeddings: bool  # the embedding is the output head, too
-    has_head: bool = True  # whether it has logits that mean something
+    has_head: bool = True  # whether the checkpoint has an output head
     max_len: int  # maximum number of positions, with RoPE scaling
     dtype: torch.dtype
     quantization: Quantization = NOT_QUANTIZED

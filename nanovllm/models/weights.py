@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.checkpoints.quantization import Format, quantize_layers
-from nanovllm.checkpoints.tensor_files import HEAD, TensorFiles, summarize
+from nanovllm.checkpoints.tensor_files import HEAD, MTP, TensorFiles, summarize
 from nanovllm.layers.attention import Backend
 from nanovllm.layers.linear import Target
 from nanovllm.layers.quantized import QuantizedWeight
@@ -139,7 +139,7 @@ def _find_unexpected(model: CausalLM, files: TensorFiles, format: Format | None)
             continue
         if any(re.search(pattern, name) for pattern in model.skipped_names):
             continue
-        if name.startswith("mtp.") and not isinstance(model, DraftingLM):
+        if name.startswith(MTP) and not isinstance(model, DraftingLM):
             continue
         # AutoGPTQ adds biases of zeros where there are none.
         is_zero_bias = format is not None and name.endswith(".bias") and not files.read(name).any()

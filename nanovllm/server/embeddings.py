@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanovllm import LLM
-from nanovllm.features.embeddings import Pooled, read_vectors
+from nanovllm.engine.input_processor import PreparedPrompt
+from nanovllm.features.embeddings import read_vectors
 from nanovllm.server.errors import JsonObject
 from nanovllm.server.parameters import select
 from nanovllm.server.replies import Generation, Reply, StreamOptions
@@ -24,8 +25,7 @@ def parse_embeddings(model: str, body: JsonObject, llm: LLM) -> Generation:
         raise ValueError(f"input must have 1 to {MAX_INPUTS} entries, not {len(prepared)}")
     encoding = given.get("encoding_format", "float")
     check_choice("encoding_format", encoding, ("float", "base64"))
-    pooled = [prompt.fields["pooled"] for prompt in prepared]
-    reply = EmbeddingReply(model, StreamOptions(), llm.vocabulary, pooled, encoding == "base64")
+    reply = EmbeddingReply(model, StreamOptions(), llm.vocabulary, prepared, encoding == "base64")
     return Generation(prepared, reply)
 
 
@@ -36,15 +36,14 @@ class EmbeddingReply(Reply):
     ID_PREFIX = "embd"
     KIND = "list"
 
-    pooled: list[Pooled] = field(default_factory=list)
+    prompts: list[PreparedPrompt] = field(default_factory=list)
     is_base64: bool = False
 
     def write_whole(self) -> JsonObject:
         data: list[JsonObject] = []
-        for index, vector in enumerate(read_vectors(self.pooled, normalize=True)):
+        for index, vector in enumerate(read_vectors(self.prompts, normalize=True)):
             embedding: Any = vector.tolist()
             if self.is_base64:
                 embedding = base64.b64encode(vector.astype("<f4").tobytes()).decode()
             data.append({"object": "embedding", "index": index, "embedding": embedding})
-        usage = self.write_usage()
-        return {**self.head, "data": data, "usage": usage}
+        return {**self.head, "data": data, "usage": self.write_usage()}

@@ -104,12 +104,13 @@ class MTPProposer(Proposer):
             block_tables[row, : len(seq.block_table)] = seq.block_table
         lens = [len(seq.token_ids) for seq in ready]
         newest = [seq.token_ids[-1] for seq in ready]
-        on_host = make_batch([1] * len(ready), lens, block_tables, block_size, newest)
-        # [num_seqs, num_tokens] of the newest tokens and the draft tokens after them.
-        positions = on_host.positions[:, None] + np.arange(num_tokens, dtype=np.int32)
-        blocks = np.take_along_axis(block_tables, positions // block_size, axis=1)
-        slots = to_device((blocks * block_size + positions % block_size).T.copy(), worker.device)
-        batch = copy_to(on_host, worker.device)
+        # The slots of the newest tokens and of the draft tokens after them, but for the last one.
+        ends = [num + num_tokens - 1 for num in lens]
+        whole = make_batch([num_tokens] * len(ready), ends, block_tables, block_size)
+        columns = whole.slot_mapping.reshape(len(ready), num_tokens).T.copy()
+        slots = to_device(columns, worker.device)  # [num_tokens, num_seqs]
+        first = make_batch([1] * len(ready), lens, block_tables, block_size, newest)
+        batch = copy_to(first, worker.device)
         tokens: list[Tensor] = []
         hidden: Tensor | None = None  # None: that of the model
         for distance in range(num_tokens):
@@ -124,8 +125,8 @@ class MTPProposer(Proposer):
                 )
             hidden = model.draft(batch, worker.kv_caches, hidden)
             logits = model.compute_logits(hidden)
-            ends = [num + distance for num in lens]
-            sampling = make_sampling_batch(ready, ends, logits.shape[1], worker.device)
+            positions = [num + distance for num in lens]
+            sampling = make_sampling_batch(ready, positions, logits.shape[1], worker.device)
             # -1, of logits that are NaN, is no token.
             tokens.append(self.sampler(logits, sampling).clamp(min=0).int())
         drafts = dict(zip(ready, torch.stack(tokens, dim=1).tolist()))
