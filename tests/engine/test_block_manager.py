@@ -4,6 +4,10 @@ The examples show block tables as lists of physical blocks. A block holds two to
 hands out blocks 0, 1, 2, ... in this order.
 """
 
+from itertools import takewhile
+
+import pytest
+import xxhash
 from conftest import check_blocks
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,6 +15,7 @@ from hypothesis import strategies as st
 from nanovllm import SamplingParams
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence
+from nanovllm.utils.helpers import cdiv
 
 BLOCK_SIZE = 2
 
@@ -33,9 +38,9 @@ def compute(manager, seq):
     seq.num_computed_tokens = len(seq.token_ids)
 
 
-def admit(manager, seq):
+def admit(manager, seq, prefix=None):
     """Give a prompt its blocks and compute it. Return False if there are not enough blocks."""
-    is_admitted = manager.allocate(seq, manager.find_prefix(seq))
+    is_admitted = manager.allocate(seq, manager.find_prefix(seq) if prefix is None else prefix)
     if is_admitted:
         compute(manager, seq)
     return is_admitted
@@ -55,16 +60,19 @@ def find_hits(manager, *token_ids):
 # --- prefix caching
 
 
+SALTS = (None, "", "a", "A", "\u0141", "\ud800", "a\ud800")  # 0x141 ends with the byte of "A"
+
+
 def test_salts_divide_the_cache():
     manager = BlockManager(10, BLOCK_SIZE)
     hashes = []
-    for salt in (None, "a", "\ud800", "a"):
+    for salt in (*SALTS, "a"):
         seq = Sequence(0, [1, 2, 3], SamplingParams(cache_salt=salt))
         hashes.append(manager.hash_block(seq, 0))
     root = manager.compute_hash([ord("a")], manager.root_hash)
-    assert hashes[:2] == [manager.compute_hash([1, 2], each) for each in (manager.root_hash, root)]
-    assert len(set(hashes)) == 3
-    assert hashes[3] == hashes[1]
+    assert hashes[0] == manager.compute_hash([1, 2], manager.root_hash)
+    assert hashes[2] == hashes[-1] == manager.compute_hash([1, 2], root)
+    assert len(set(hashes)) == len(SALTS)
 
 
 def test_equal_prefixes_share_their_full_blocks():
@@ -115,14 +123,40 @@ def test_each_engine_has_its_own_128_bit_hashes():
     assert BlockManager.compute_hash([1, 2]) == BlockManager.compute_hash([1, 2], -1)
 
 
-def test_a_block_can_become_full_in_two_steps():
-    manager = BlockManager(10, BLOCK_SIZE)
-    seq = make_sequence(1, 2, 3)
+def test_all_bits_of_tokens_and_of_the_prefix_count(monkeypatch):
+    hashes = [BlockManager.compute_hash([token], prefix=5) for token in (1, 1 + 2**8, 1 + 2**16)]
+    hashes += [BlockManager.compute_hash([1], prefix=5 + 2**bit) for bit in (64, 100)]
+    assert len(set(hashes)) == 5
+    seeds = set()
+    compute = xxhash.xxh3_128_intdigest
+    monkeypatch.setattr(
+        xxhash, "xxh3_128_intdigest", lambda data, seed: seeds.add(seed) or compute(data, seed)
+    )
+    for prefix in (5, 6):
+        BlockManager.compute_hash([1], prefix)
+    assert len(seeds) == 2, "xxh3 has known collisions for a known seed"
+
+
+def test_a_far_block_can_be_asked_for_first():
+    manager = BlockManager(2, block_size=1)
+    seq = make_sequence(*range(3000))
+    assert manager.hash_block(seq, 2999) == seq.block_hashes[-1]
+    first = manager.hash_block(seq, 0)
+    assert len(seq.block_hashes) == 3000
+    assert seq.block_hashes[0] == first
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 5, 8])
+def test_a_block_is_cached_by_the_step_that_fills_it(num_tokens):
+    """Whether its tokens come from the prompt or are generated, in chunks of `num_tokens`."""
+    manager = BlockManager(10, block_size=4)
+    seq = make_sequence(1, 2)
+    seq.token_ids += range(3, 18)
     assert manager.allocate(seq, [])
-    manager.cache_full_blocks(seq, 0, 1)
-    assert find_hits(manager, 1, 2, 3) == []
-    manager.cache_full_blocks(seq, 1, 2)
-    assert find_hits(manager, 1, 2, 3) == [0]
+    for start in range(0, 17, num_tokens):
+        end = min(17, start + num_tokens)
+        manager.cache_full_blocks(seq, start, end)
+        assert len(find_hits(manager, *range(1, 19))) == end // 4
 
 
 # --- eviction
@@ -176,8 +210,10 @@ def make_duplicates():
 
 
 def test_a_successor_of_a_duplicate_can_be_hit():
-    manager, _, _ = make_duplicates()
+    manager, first, _ = make_duplicates()
     assert find_hits(manager, 1, 1, 2, 2, 3) == [0, 3]
+    manager.release(first)
+    assert find_hits(manager, 1, 1, 2, 2, 3) == [0, 3], "of a free block and one in use"
 
 
 def test_a_listed_copy_is_evicted_after_the_successors_of_its_duplicate():
@@ -199,6 +235,55 @@ def test_a_duplicate_is_cached_if_its_cached_copy_was_evicted():
     assert list(manager.free_block_ids)[-2:] == [3, 2], "the tail is evicted before the head"
 
 
+def test_all_cached_copies_are_evicted_after_the_successors_of_their_duplicates():
+    manager = BlockManager(8, BLOCK_SIZE)
+    seqs = [make_sequence(1, 1, 2, 2), make_sequence(1, 1, 2, 2, 3, 3, 4)]
+    for seq in seqs:
+        assert manager.allocate(seq, [])
+    for seq in seqs:
+        compute(manager, seq)
+    for seq in seqs:
+        manager.release(seq)
+    assert list(manager.free_block_ids)[-3:] == [4, 1, 0]
+
+
+@pytest.mark.parametrize("reason", [None, "length", "abort"])
+def test_a_duplicate_becomes_the_cached_copy_at_any_end(reason):
+    manager, first, second = make_duplicates()
+    manager.release(first)
+    serve(manager, 7, 7, 7, 7, 7)
+    second.finish_reason = reason
+    manager.release(second)
+    assert find_hits(manager, 1, 1, 2, 2, 3) == [2, 3]
+
+
+def test_a_duplicate_that_has_lost_a_token_is_not_cached():
+    """A stop token within an accepted draft can take the tokens after it."""
+    manager = BlockManager(6, BLOCK_SIZE)
+    first = make_sequence(1, 1, 2)
+    second = make_sequence(1, 1)
+    for seq in (first, second):
+        assert manager.allocate(seq, [])
+    for seq in (first, second):
+        compute(manager, seq)
+    manager.uncache(first.block_table[0])
+    second.token_ids.pop()
+    manager.release(second)
+    assert manager.hash_to_block_id == {}
+
+
+def test_a_block_that_is_taken_is_no_duplicate_any_more():
+    manager, _, second = make_duplicates()
+    manager.release(second)
+    for token_id in (8, 9):  # both are aborted before they are computed
+        seq = make_sequence(token_id, token_id, token_id)
+        assert manager.allocate(seq, [])
+        assert 2 in seq.block_table or token_id == 9
+        seq.finish_reason = "abort"
+        manager.release(seq)
+        assert find_hits(manager, token_id, token_id, token_id) == []
+
+
 def test_an_error_caches_no_duplicate():
     manager, first, second = make_duplicates()
     manager.release(first)
@@ -209,17 +294,34 @@ def test_an_error_caches_no_duplicate():
     assert find_hits(manager, 1, 1, 2, 2, 3) == []
 
 
-def test_a_block_that_was_uncached_because_of_an_error_is_no_duplicate():
+def test_an_error_uncaches_what_a_sequence_has_released():
+    manager = BlockManager(8, BLOCK_SIZE)
+    seq = serve(manager, 1, 1, 2, 2, 3, 3)
+    assert manager.find_block(seq, 0)
+    manager.release(seq)
+    manager.uncache_sequence(seq)
+    assert manager.hash_to_block_id == {}
+
+
+@pytest.mark.parametrize("was_duplicate", [False, True])
+def test_a_block_that_was_uncached_because_of_an_error_is_no_duplicate(was_duplicate):
     """Another sequence that shares it can be aborted before its own logits are NaN."""
-    manager = BlockManager(6, BLOCK_SIZE)
-    first = serve(manager, 1, 1, 2)
-    second = serve(manager, 1, 1, 3)
-    assert second.block_table[0] == first.block_table[0]
-    manager.uncache_sequence(first)
-    first.finish_reason = "error"
+    manager, first, second = make_duplicates()
     manager.release(first)
-    second.finish_reason = "abort"
+    if was_duplicate:  # block 2 becomes the cached copy
+        manager.release(serve(manager, 7, 7, 7, 7, 7))
     manager.release(second)
+    seqs = [make_sequence(1, 1, 5), make_sequence(1, 1, 6)]
+    for seq in seqs:
+        prefix = manager.find_prefix(seq)
+        assert [block.block_id for block in prefix] == [2 if was_duplicate else 0]
+        assert manager.allocate(seq, prefix)
+        seq.num_computed_tokens = BLOCK_SIZE
+        compute(manager, seq)
+    manager.uncache_sequence(seqs[0])
+    for seq, reason in zip(seqs, ("error", "abort")):
+        seq.finish_reason = reason
+        manager.release(seq)
     assert find_hits(manager, 1, 1, 4) == []
 
 
@@ -232,8 +334,16 @@ def check(manager, seqs):
     free = list(manager.free_block_ids)
     assert sorted([*set(held), *free]) == list(range(manager.num_blocks))
     for block in manager.blocks:
-        assert block.is_cached or block.token_ids == []
+        assert len(block.token_ids) == (BLOCK_SIZE if block.is_cached else 0)
+        assert not (block.is_cached and block.is_duplicate)
     check_blocks(manager, held)
+
+
+def count_hits(manager, contents, token_ids):
+    """How many blocks of a prompt are cached, by what they contain, up to the first that is not."""
+    cached = [contents[block.block_id] for block in manager.blocks if block.is_cached]
+    ends = range(BLOCK_SIZE, len(token_ids), BLOCK_SIZE)
+    return len(list(takewhile(lambda end: token_ids[:end] in cached, ends)))
 
 
 TOKENS = st.integers(0, 1)
@@ -246,42 +356,80 @@ TOKENS = st.integers(0, 1)
 )
 @settings(max_examples=150, deadline=None, derandomize=True)
 def test_random_life(data, num_blocks, manager_class):
-    """Hits hold the right tokens, failed calls change nothing, and the parts of a manager agree."""
+    """Hits hold the right tokens and are all there are, and calls fail only if they must.
+
+    Failed calls change nothing, and the parts of a manager agree.
+    """
     manager = manager_class(num_blocks, BLOCK_SIZE)
     live = []
     contents = {}  # block -> the prefix that ends with it
     for _ in range(data.draw(st.integers(1, 25))):
         before = repr({**vars(manager), "blocked": None})  # a failure is remembered there
         succeeds = True
-        action = data.draw(st.sampled_from(["admit", "grow", "free"] if live else ["admit"]))
+        written = []  # blocks
+        actions = ["admit", "grow", "free", "error"]
+        action = data.draw(st.sampled_from(actions if live else ["admit"]))
         if action == "admit":
             seq = make_sequence(*data.draw(st.lists(TOKENS, min_size=1, max_size=9)))
-            for index, block in enumerate(manager.find_prefix(seq)):
+            prefix = manager.find_prefix(seq)
+            for index, block in enumerate(prefix):
                 end = (index + 1) * BLOCK_SIZE
                 # If hashes collide, only the block's own tokens are known to be equal.
                 begin = end - BLOCK_SIZE if manager_class is Colliding else 0
                 expected = seq.token_ids[begin:end]
                 assert contents[block.block_id][-len(expected) :] == expected
-            succeeds = admit(manager, seq)
+            if manager_class is BlockManager:
+                assert len(prefix) == count_hits(manager, contents, seq.token_ids)
+            # As a feature can. The rest becomes duplicates.
+            prefix = prefix[: data.draw(st.sampled_from([4, 4, 0, 1]))]
+            num_shared = len([block for block in prefix if block.ref_count > 0])
+            num_needed = cdiv(len(seq.token_ids), BLOCK_SIZE) - num_shared
+            fits = num_needed <= len(manager.free_block_ids)
+            succeeds = admit(manager, seq, prefix)
+            assert succeeds == fits
             if succeeds:
+                written = seq.block_table[len(prefix) :]
                 live.append(seq)
         else:
             seq = data.draw(st.sampled_from(live))
         if action == "grow":
-            seq.token_ids.append(data.draw(TOKENS))
+            num_tokens = len(seq.token_ids)
+            seq.token_ids += data.draw(st.lists(TOKENS, min_size=1, max_size=5))
+            num_old = len(seq.block_table)
+            num_needed = cdiv(len(seq.token_ids), BLOCK_SIZE) - num_old
+            fits = num_needed <= len(manager.free_block_ids)
             succeeds = manager.grow(seq)
+            assert succeeds == fits
             if succeeds:
                 compute(manager, seq)
+                written = seq.block_table[num_old - 1 :]
             else:
-                seq.token_ids.pop()
-        if action == "free":
-            manager.release(seq)
+                del seq.token_ids[num_tokens:]
+        if action in ("free", "error"):
             live.remove(seq)
+            seq.finish_reason = {"free": "length", "error": "error"}[action]
+            if action == "error":
+                manager.uncache_sequence(seq)
+                assert manager_class is Colliding or not manager.find_prefix(seq)
+            manager.release(seq)
         assert succeeds or repr({**vars(manager), "blocked": None}) == before
-        for seq in live:
+        for block_id in written:
+            index = seq.block_table.index(block_id)
+            contents[block_id] = seq.token_ids[: (index + 1) * BLOCK_SIZE]
+        for seq in live if manager_class is BlockManager else ():
+            assert len(set(seq.block_table)) == len(seq.block_table)
             for index, block_id in enumerate(seq.block_table):
-                contents[block_id] = seq.token_ids[: (index + 1) * BLOCK_SIZE]
+                assert contents[block_id] == seq.token_ids[: (index + 1) * BLOCK_SIZE]
         check(manager, live)
+
+
+def test_a_table_grows_for_a_pending_token():
+    """Its K/V are written before the host knows it."""
+    manager = BlockManager(2, BLOCK_SIZE)
+    seq = serve(manager, 1, 2)
+    seq.token_ids.append(-1)
+    assert manager.grow(seq)
+    assert seq.block_table == [0, 1]
 
 
 def test_a_released_part_of_a_block_leaves_no_hash():
@@ -308,3 +456,30 @@ def test_what_did_not_fit_is_forgotten_when_it_fits():
     manager.release(first)
     assert manager.allocate(blocked, [])
     assert manager.blocked is None
+
+
+def test_the_newest_failure_is_remembered():
+    """The head of the queue can be aborted, and the next head must not be searched again."""
+    manager = BlockManager(2, BLOCK_SIZE)
+    serve(manager, 1, 1, 1)
+    heads = [make_sequence(token_id, token_id) for token_id in (2, 3)]
+    for head in heads:
+        assert not admit(manager, head)
+    assert [manager.is_still_blocked(head) for head in heads] == [False, True]
+
+
+def test_a_free_prefix_is_not_taken_for_new_blocks():
+    manager = BlockManager(3, BLOCK_SIZE)
+    for seq in [serve(manager, 1, 1), serve(manager, 2, 2)]:
+        manager.release(seq)
+    assert serve(manager, 1, 1, 5, 5, 5).block_table == [0, 2, 1]
+
+
+def test_a_failed_admission_evicts_and_moves_no_block():
+    manager = BlockManager(4, BLOCK_SIZE)
+    for seq in [serve(manager, 1, 1), serve(manager, 2, 2)]:
+        manager.release(seq)
+    order = list(manager.free_block_ids)
+    assert not admit(manager, make_sequence(1, 1, *[5] * 9))
+    assert list(manager.free_block_ids) == order
+    assert find_hits(manager, 2, 2, 3) == [1]

@@ -9,6 +9,7 @@ from dataclasses import fields
 from types import SimpleNamespace
 from typing import get_args, get_type_hints
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -157,7 +158,7 @@ def test_backends_know_only_fields_that_layers_have():
             assert load_backend(name).KNOWN_FIELDS <= names
 
 
-def attend_by_definition(query, kv_cache, batch, scale, window):
+def attend_by_definition(query, kv_cache, batch, shape, sinks=None):
     """Attention in float64, one sequence at a time. NaN that no query attends to is replaced."""
     block_size, num_kv_heads = kv_cache.shape[2:4]
     group_size = query.shape[1] // num_kv_heads
@@ -168,13 +169,31 @@ def attend_by_definition(query, kv_cache, batch, scale, window):
         positions = torch.arange(context_len)
         context = kv_cache[:, table[positions // block_size], positions % block_size]
         keys, values = context.repeat_interleave(group_size, dim=2)  # of each query head
-        scores = torch.einsum("qhd,khd->hqk", query, keys) * scale
+        scores = torch.einsum("qhd,khd->hqk", query, keys) * shape.scale
+        if shape.softcap is not None:
+            scores = torch.tanh(scores / shape.softcap) * shape.softcap
         query_positions = positions[context_len - len(query) :, None]
         distances = query_positions - positions
-        is_visible = (distances >= 0) & (distances < (window or context_len))
-        weights = scores.masked_fill(~is_visible, -torch.inf).softmax(-1)
-        outputs.append(torch.einsum("hqk,khd->qhd", weights, values))
+        is_visible = (distances >= 0) & (distances < (shape.window or context_len))
+        weights = scores.masked_fill(~is_visible, -torch.inf).exp()
+        total = weights.sum(-1, keepdim=True)
+        if sinks is not None:
+            total += sinks.double().exp()[:, None, None]
+        outputs.append(torch.einsum("hqk,khd->qhd", weights / total, values))
     return torch.cat(outputs)
+
+
+def compare_with_definition(lengths, heads, block_size, shape):
+    """Compare the torch backend. No entry of a block table past the end of a context is read."""
+    arguments = (lengths, heads, block_size, torch.float32)
+    query, kv_cache, batch = make_step(*arguments, DEVICE, shape.window)
+    starts = torch.arange(batch.block_tables.shape[1], device=DEVICE) * block_size
+    batch.block_tables[starts >= batch.context_lens[:, None]] = 10**6
+    sinks = torch.linspace(-1, 1, heads[0]) if shape.has_sinks else None
+    on_device = None if sinks is None else sinks.to(DEVICE)
+    output = torch_backend.attend(query, kv_cache, batch, shape, on_device)
+    expected = attend_by_definition(*make_step(*arguments, CPU, shape.window), shape, sinks)
+    torch.testing.assert_close(output.double().cpu(), expected, atol=5e-6, rtol=0)
 
 
 @pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)
@@ -182,10 +201,13 @@ def attend_by_definition(query, kv_cache, batch, scale, window):
 @pytest.mark.parametrize("window", [None, 1, 2, 20, 256])
 def test_torch_backend_matches_softmax(monkeypatch, lengths, heads, block_size, window):
     monkeypatch.setattr(torch_backend, "TILE", 30)  # less than the longest queries
-    arguments = (lengths, heads, block_size, torch.float32)
-    output = attend(torch_backend, *make_step(*arguments, DEVICE, window), window)
-    expected = attend_by_definition(*make_step(*arguments, window=window), SCALE, window)
-    torch.testing.assert_close(output.double().cpu(), expected, atol=5e-6, rtol=0)
+    compare_with_definition(lengths, heads, block_size, make_shape(*heads, SCALE, window))
+
+
+@pytest.mark.parametrize("field", [{"softcap": 0.5}, {"has_sinks": True}], ids=str)
+def test_torch_backend_caps_scores_and_adds_sinks(field):
+    shape = AttentionShape(4, 2, 16, SCALE, window=20, **field)
+    compare_with_definition(([1, 40, 1], [17, 41, 30]), (4, 2, 16), 16, shape)
 
 
 def test_torch_backend_holds_one_tile_of_the_mask(monkeypatch):
@@ -296,8 +318,9 @@ def test_a_window_begins_where_its_first_token_is():
 
 def test_block_0_of_a_new_cache_is_zeros(monkeypatch):
     monkeypatch.setattr(torch, "empty", lambda shape, **options: torch.full(shape, 7, **options))
-    cache = make_cache(2, 16, 1, 4, torch.float32, CPU)
-    assert not cache[:, 0].any()
+    for block_size in (16, 2 * torch_backend.ZEROED_TOKENS):
+        cache = make_cache(2, block_size, 1, 4, torch.float32, CPU)
+        assert not cache[:, 0].any()
 
 
 def test_a_batch_without_sequences_is_as_drawn():
@@ -312,3 +335,17 @@ def test_a_batch_without_sequences_is_as_drawn():
     )
     for name, value in vars(batch).items():
         assert torch.as_tensor(value).tolist() == expected[name], name
+        assert isinstance(value, int) or value.dtype == "int32", name
+
+
+@pytest.mark.parametrize(
+    "num_logits, expected",
+    [([3, 1, 0], [0, 1, 2, 3]), ([0, 1, 2], [3, 4, 5]), ([2, 0, 1], [1, 2, 5])],
+)
+def test_the_last_tokens_of_each_sequence_have_logits(num_logits, expected):
+    """All tokens of a decode with a draft have them, and none of a chunk."""
+    tables = np.array([[5, 0], [2, 6], [1, 9]], np.int32)
+    batch = batches.make_batch([3, 1, 2], [8, 8, 6], tables, 4, num_logits=num_logits)
+    assert batch.logits_indices.tolist() == expected
+    assert batch.long_queries.tolist() == [0, 2]
+    assert batch.slot_mapping.tolist() == [1, 2, 3, 27, 36, 37]
