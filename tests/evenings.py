@@ -83,7 +83,11 @@ EVENINGS = (
             nanovllm.engine.scheduler:Scheduler._release
             nanovllm.engine.scheduler:PrefillFirstScheduler.plan
         """.split(),
-        tests=("tests/engine/test_scheduler.py", "tests/engine/test_scheduled_sequences.py"),
+        tests=(
+            "tests/engine/test_scheduler.py",
+            "tests/engine/test_scheduled_sequences.py",
+            "tests/engine/test_scheduler_features.py",
+        ),
         exercise=2,
     ),
     Evening(
@@ -137,8 +141,11 @@ EVENINGS = (
         tests=(
             "tests/engine/test_oracle.py::test_a_batch_looks_as_drawn_in_batch_py",
             "tests/engine/test_oracle.py::test_a_token_and_its_draft_can_enter_a_block",
+            "tests/engine/test_oracle.py::test_more_rows_can_be_wanted_than_are_sampled",
+            "tests/engine/test_oracle.py::test_a_pending_token_is_passed_on",
             "tests/engine/test_step.py",
             "tests/layers/test_norm_and_rotary.py",
+            "tests/models/test_decoder.py",
             "tests/engine/test_oracle.py::test_grid",
         ),
         exercise=5,

@@ -61,11 +61,11 @@ def test_grid(tiny, make_llm, way, block_size, policy, is_caching):
 def test_a_batch_looks_as_drawn_in_batch_py():
     """A prompt of 3 tokens, a decode at position 7, and the last chunk of a prompt of 6 tokens."""
     tables = np.zeros((3, 4), np.int32)
-    tables[1, :2] = [2, 6]  # copied when an earlier step entered the block
+    tables[0, :2] = [2, 6]  # copied when an earlier step entered the block
     runner = SimpleNamespace(block_tables=tables, block_size=4)
     step = Step()
     plans = [(0, 3, [5]), (7, 1, [2, 6]), (4, 2, [1, 9])]
-    for lane, (num_computed, num_tokens, block_table) in enumerate(plans):
+    for lane, (num_computed, num_tokens, block_table) in zip((2, 0, 1), plans):
         seq = Sequence(lane, list(range(10, 20)), SamplingParams())
         seq.lane = lane
         seq.block_table = block_table
@@ -76,23 +76,41 @@ def test_a_batch_looks_as_drawn_in_batch_py():
         DRAWN_BATCH,
         input_ids=[10, 11, 12, 17, 14, 15],
         block_tables=[[5, 0], [2, 6], [1, 9]],
-        read_slots=[2, 3, 4],
-        write_slots=[2, 3, 4],
+        read_slots=[4, 2, 3],  # those of the lanes
+        write_slots=[4, 2, 3],
     )
     for name, value in vars(batch).items():
         assert np.asarray(value).tolist() == expected[name], name
 
 
-def test_a_token_and_its_draft_can_enter_a_block():
-    """The block table of a decode is copied when it grows."""
-    runner = SimpleNamespace(block_tables=np.zeros((1, 4), np.int32), block_size=4)
-    seq = Sequence(0, list(range(5)), SamplingParams())
+def prepare_one(seq, num_tokens, num_rows):
+    """Prepare a step of one sequence, whose blocks 3 and 7 have four tokens each."""
     seq.lane = 0
     seq.block_table = [3, 7]
-    seq.num_computed_tokens = 3
     step = Step()
-    step.add(seq, 2, num_logits=2)
-    assert ModelRunner.prepare_batch(runner, step, step.num_logits).slot_mapping.tolist() == [
-        15,
-        28,
-    ]
+    step.add(seq, num_tokens, num_logits=min(num_rows, 1))
+    runner = SimpleNamespace(block_tables=np.zeros((1, 4), np.int32), block_size=4)
+    return ModelRunner.prepare_batch(runner, step, [num_rows])
+
+
+@pytest.mark.parametrize("num_prompt_tokens", [2, 5])
+def test_a_token_and_its_draft_can_enter_a_block(num_prompt_tokens):
+    """The block table of a decode is copied when it grows."""
+    seq = Sequence(0, list(range(num_prompt_tokens)), SamplingParams())
+    seq.token_ids = list(range(5))
+    seq.num_computed_tokens = 3
+    assert prepare_one(seq, 2, num_rows=2).slot_mapping.tolist() == [15, 28]
+
+
+def test_more_rows_can_be_wanted_than_are_sampled():
+    """Log probabilities of a prompt need a row for each of its tokens."""
+    seq = Sequence(0, list(range(5)), SamplingParams())
+    assert prepare_one(seq, 3, num_rows=3).logits_indices.tolist() == [0, 1, 2]
+
+
+def test_a_pending_token_is_passed_on():
+    """The worker replaces ~row by the token of that row."""
+    seq = Sequence(0, [5, 6], SamplingParams())
+    seq.token_ids.append(~3)
+    seq.num_computed_tokens = 2
+    assert prepare_one(seq, 1, num_rows=1).input_ids.tolist() == [~3]

@@ -1,51 +1,29 @@
-"""What a step does to a sequence besides its number of tokens, and when features learn of it."""
+"""What a step does to a sequence besides its number of tokens, also while it is in flight."""
 
 import random
 
 import pytest
-from conftest import attach, finish_step, greedy
+from conftest import finish_step
 from test_scheduler import make_scheduler, make_sequence, run_step, run_steps
 
 from nanovllm import SamplingParams
-from nanovllm.engine.feature import Constraint, Feature, Features
 from nanovllm.engine.scheduler import PrefillFirstScheduler, Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
 
-POINTS = (
-    "begin_step limit_prefix may_start admitted limit_tokens scheduled planned sampled advanced"
-    " releasing finished recorded"
-).split()
+
+def start(scheduler, *seqs):
+    """Add sequences, and put a step with them in flight."""
+    for seq in seqs:
+        scheduler.add(seq)
+    step = scheduler.schedule()
+    scheduler.advance(step)
+    return step
 
 
-class Recorder(Feature):
-    """Remembers the calls of all points of the scheduler."""
-
-    def __init__(self):
-        self.calls = []
-
-
-def override(point):
-    default = getattr(Feature, point)
-
-    def remember(recorder, *args):
-        recorder.calls.append(point)
-        return default(recorder, *args)
-
-    setattr(Recorder, point, remember)
-
-
-for point in POINTS:
-    override(point)
-
-
-def test_the_points_of_a_step_are_called_in_their_order():
-    recorder = Recorder()
-    scheduler = make_scheduler()
-    attach(scheduler, recorder)
-    scheduler.add(make_sequence(0, prompt_len=3, max_tokens=1))
-    run_step(scheduler)
-    assert recorder.calls == POINTS
+def sample(scheduler, *token_ids):
+    """Finish a step in which each sequence samples one of `token_ids`."""
+    finish_step(scheduler, scheduler.schedule(), [[token_id] for token_id in token_ids])
 
 
 def test_nan_ends_a_sequence_and_its_blocks_are_not_reused():
@@ -83,12 +61,97 @@ def test_a_stop_token_ends_a_sequence_after_min_tokens():
     assert seq.finish_reason == "stop"
 
 
+def test_only_the_newest_token_is_a_stop_token():
+    """The first token may be one, because min_tokens allows no end there."""
+    scheduler = make_scheduler()
+    params = SamplingParams(min_tokens=1, max_tokens=9)
+    seq = Sequence(0, [1, 5], params, stop_token_ids=frozenset([5]))
+    scheduler.add(seq)
+    sample(scheduler, 5)
+    sample(scheduler, 8)
+    assert seq.finish_reason is None
+    sample(scheduler, 5)
+    assert seq.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    "limits, num_tokens",
+    [
+        (dict(params=SamplingParams(max_tokens=9), max_model_len=6), 1),
+        (dict(params=SamplingParams(max_tokens=2), max_model_len=60), 2),
+        (dict(params=SamplingParams(max_tokens=2, min_tokens=2)), 2),
+    ],
+    ids=["max_model_len", "max_tokens", "min_tokens"],
+)
+def test_each_limit_ends_a_sequence(limits, num_tokens):
+    """Also while its last token is pending, so that nothing is computed beyond the limit."""
+    scheduler = make_scheduler()
+    seq = Sequence(0, [0] * 5, **limits)
+    scheduler.add(seq)
+    for _ in range(num_tokens - 1):
+        sample(scheduler, 7)
+    step = scheduler.schedule()
+    scheduler.advance(step)
+    assert scheduler.schedule().seqs == []
+    scheduler.postprocess(step, [[7]])
+    assert (seq.finish_reason, len(seq.token_ids)) == ("length", 5 + num_tokens)
+
+
+def test_a_sequence_that_ends_with_its_prompt_keeps_no_token():
+    """It wants hidden states, or the K/V. A token is sampled and dropped."""
+    scheduler = make_scheduler()
+    seq = Sequence(0, range(20), SamplingParams(), frozenset([7]), ends_with_prompt=True)
+    scheduler.add(seq)
+    assert run_step(scheduler) == {0: 16}
+    assert seq.finish_reason is None
+    assert run_step(scheduler) == {0: 4}
+    assert (seq.finish_reason, seq.token_ids) == ("length", list(range(20)))
+    assert len(scheduler.block_manager.hash_to_block_id) == 5
+
+
+def test_nan_of_a_sequence_that_ends_with_its_prompt_is_an_error():
+    scheduler = make_scheduler()
+    seq = Sequence(0, range(5), SamplingParams(), ends_with_prompt=True)
+    step = start(scheduler, seq)
+    scheduler.postprocess(step, [[-1]])
+    assert seq.finish_reason == "error"
+    assert scheduler.block_manager.hash_to_block_id == {}
+
+
+def test_tokens_before_nan_stay():
+    scheduler = make_scheduler()
+    seq = make_sequence(0, prompt_len=4, max_tokens=9)
+    scheduler.add(seq)
+    sample(scheduler, 7)
+    step = scheduler.schedule()
+    seq.token_ids.append(8)  # an accepted draft token
+    step.num_tokens[0] = step.num_logits[0] = 2
+    finish_step(scheduler, step, [[8, -1]])
+    assert (seq.token_ids, seq.finish_reason) == ([0, 1, 2, 3, 7, 8], "error")
+
+
+def test_an_error_in_one_sequence_ends_no_other_and_evicts_no_good_block():
+    scheduler = make_scheduler(num_blocks=4)
+    scheduler.add(make_sequence(0, prompt_len=8, max_tokens=1))
+    run_step(scheduler)
+    seqs = [make_sequence(seq_id, prompt_len=4, max_tokens=9) for seq_id in (1, 2)]
+    step = start(scheduler, *seqs)
+    scheduler.postprocess(step, [[-1], [7]])
+    assert [seq.finish_reason for seq in seqs] == ["error", None]
+    scheduler.finish(seqs[1], "abort")
+    # The blocks with NaN are taken first.
+    scheduler.add(make_sequence(3, prompt_len=4, max_tokens=1))
+    run_step(scheduler)
+    scheduler.add(make_sequence(4, prompt_len=9, max_tokens=1, first_token=0))
+    assert run_step(scheduler) == {4: 1}
+
+
 def test_prefill_first_splits_a_recomputation_only_if_it_is_first_in_a_step():
     scheduler = make_scheduler(PrefillFirstScheduler, budget=8)
-    seqs = [make_sequence(seq_id, prompt_len=5, max_tokens=9) for seq_id in range(2)]
+    seqs = [make_sequence(seq_id, prompt_len=2, max_tokens=9) for seq_id in range(2)]
     for seq in seqs:
         scheduler.add(seq)
-    assert run_steps(scheduler, 2) == [{0: 5}, {1: 5}]
+    assert run_steps(scheduler, 4) == [{0: 2, 1: 2}, *[{0: 1, 1: 1}] * 3]
     scheduler.block_manager.enable_prefix_caching = False
     for seq in reversed(seqs):
         for block_id in seq.block_table:
@@ -133,7 +196,8 @@ def test_steps_overlap(policy):
             in_flight = overlap_step(scheduler, in_flight)
             assert not any(seq.finish_reason for seq in in_flight[0].seqs)
             if index == 5 and scheduler.running:
-                scheduler.finish(rng.choice(scheduler.running), "abort")
+                unfinished = [*scheduler.running, *scheduler.waiting]
+                scheduler.finish(rng.choice(unfinished), "abort")
             cached = [each.token_ids for each in scheduler.block_manager.blocks]
             assert not any(token_id < 0 for token_ids in cached for token_id in token_ids)
         for seq in seqs:
@@ -179,171 +243,53 @@ def test_a_pending_token_that_is_the_last_one_is_not_computed():
     assert seq.finish_reason == "length"
 
 
-# --- What a feature decides is followed
+def test_a_sequence_that_waits_for_its_last_token_delays_no_other():
+    """Neither is anything preempted for a block that it does not need."""
+    for num_blocks in (8, 3):
+        scheduler = make_scheduler(num_blocks=num_blocks)
+        seqs = [make_sequence(0, prompt_len=4, max_tokens=1), make_sequence(1, 5, max_tokens=9)]
+        start(scheduler, *seqs)
+        assert scheduler.schedule().seqs == seqs[1:]
 
 
-class Meddler(Feature):
-    """Shortens prefixes and chunks at random, drafts tokens that are right, and checks the rest.
-
-    A token is its position, as in the prompts of make_sequence. `kv` stands for the K/V: for each
-    slot, the sequence and the position that were written last.
-    """
-
-    def __init__(self, rng):
-        self.rng = rng
-        self.kv = {}
-
-    def limit_prefix(self, seq, prefix):
-        self.num_reused = self.rng.randint(0, len(prefix))
-        for block in prefix[self.num_reused :]:  # otherwise there would be duplicates of these
-            self.scheduler.block_manager.uncache(block.block_id)
-        return prefix[: self.num_reused]
-
-    def may_start(self, seq):
-        self.may_start_now = self.rng.random() < 0.8
-        return self.may_start_now
-
-    def admitted(self, seq):
-        assert self.may_start_now
-        assert seq.num_computed_tokens == self.num_reused * self.scheduler.block_size
-        assert seq.num_admitted_tokens == len(seq.token_ids)
-
-    def limit_tokens(self, seq, num_tokens):
-        assert seq in self.scheduler.running
-        assert 1 <= num_tokens <= len(seq.token_ids) - seq.num_computed_tokens
-        self.num_tokens = self.rng.randint(1, num_tokens)
-        return self.num_tokens
-
-    def scheduled(self, seq, end):
-        assert end == seq.num_computed_tokens + self.num_tokens
-
-    def planned(self, step):
-        budget = self.scheduler.max_num_batched_tokens - sum(step.num_tokens)
-        assert budget >= 0
-        for index, (seq, num_tokens, num_logits) in enumerate(step):
-            start = seq.num_computed_tokens
-            length = len(seq.token_ids)
-            assert num_logits == (start + num_tokens == length)
-            if step.is_decode(index):
-                seq.token_ids += range(length, length + min(budget, self.rng.randint(0, 5)))
-                while not self.scheduler.block_manager.grow(seq):
-                    seq.token_ids.pop()
-            num_draft_tokens = len(seq.token_ids) - length
-            step.num_tokens[index] += num_draft_tokens
-            step.num_logits[index] += num_draft_tokens
-            budget -= num_draft_tokens
-            block_size = self.scheduler.block_size
-            for position in range(start + step.num_tokens[index]):
-                slot = seq.block_table[position // block_size], position % block_size
-                if position >= start:
-                    self.kv[slot] = seq, position
-                assert self.kv[slot] == (seq, position)
-
-    def releasing(self, seq):
-        assert seq.block_table
-        assert seq.lane >= 0
-        assert seq in self.scheduler.running
-
-    def finished(self, seq, reason):
-        assert seq.finish_reason == reason
-        assert not seq.block_table
+def test_a_sequence_with_a_pending_token_can_be_preempted():
+    scheduler = make_scheduler(num_blocks=3)
+    seqs = [make_sequence(0, prompt_len=4, max_tokens=9), make_sequence(1, 5, max_tokens=9)]
+    start(scheduler, *seqs)
+    assert scheduler.schedule().seqs == seqs[:1]
+    assert list(scheduler.waiting) == seqs[1:]
 
 
-def check_queues(scheduler):
-    """Check a scheduler between two steps. Running sequences have cached all full blocks."""
-    assert all(seq.lane >= 0 and seq.finish_reason is None for seq in scheduler.running)
-    assert all(seq.lane == -1 and seq.finish_reason is None for seq in scheduler.waiting)
-    lanes = [seq.lane for seq in scheduler.running]
-    assert sorted([*lanes, *scheduler.free_lanes]) == list(range(scheduler.max_num_seqs))
-    manager = scheduler.block_manager
-    for seq in scheduler.running:
-        num_full = seq.num_computed_tokens // scheduler.block_size
-        assert seq.num_computed_tokens < len(seq.token_ids)
-        assert all(manager.blocks[block_id].is_cached for block_id in seq.block_table[:num_full])
-    for seq in scheduler.waiting:
-        assert seq.num_computed_tokens == 0
-        assert seq.lane == -1
-        assert not seq.block_table
+def test_no_sequence_overtakes_one_whose_token_is_pending():
+    scheduler = make_scheduler()
+    first = make_sequence(0, prompt_len=5, max_tokens=4)
+    start(scheduler, first)
+    scheduler.preempt(first)
+    scheduler.add(make_sequence(1, prompt_len=4, max_tokens=4))
+    assert scheduler.schedule().seqs == []
 
 
-@pytest.mark.parametrize("policy", [Scheduler, PrefillFirstScheduler])
-def test_the_decisions_of_features_are_followed(policy):
-    """Whatever they are, sequences keep their order, tokens and K/V, and end where they must."""
-    reasons = set()
-    for seed in range(80):
-        rng = random.Random(seed)
-        scheduler = make_scheduler(policy, num_blocks=9, max_num_seqs=3, budget=rng.randint(4, 12))
-        scheduler.block_size = rng.randint(1, 4)
-        scheduler.block_manager.block_size = scheduler.block_size
-        attach(scheduler, Meddler(rng))
-        seqs = []
-        for seq_id in range(5):
-            # At most 9 blocks of tokens, which fill the pool.
-            prompt = [seq_id, *range(1, rng.randint(1, 4 * scheduler.block_size))]
-            stop_token_ids = frozenset(rng.sample(range(5, 40), 3))
-            params = SamplingParams(max_tokens=rng.randint(1, 5 * scheduler.block_size))
-            seqs.append(Sequence(seq_id, prompt, params, stop_token_ids=stop_token_ids))
-            scheduler.add(seqs[-1])
-        num_computed = 0
-        for _ in range(200):
-            step = scheduler.schedule()
-            _, positions = step.list_rows()
-            sampled = step.split(positions)
-            nan = rng.choice(range(20))
-            if nan < len(step.seqs) and sampled[nan]:
-                sampled[nan] = [*sampled[nan][:-1], -1]
-            num_computed += sum(step.num_tokens)
-            finish_step(scheduler, step, sampled)
-            check_queues(scheduler)
-            assert [*scheduler.running, *scheduler.waiting] == [
-                seq for seq in seqs if seq.finish_reason is None
-            ]
-        counted = scheduler.num_prefill_tokens + scheduler.num_decode_tokens
-        assert counted == num_computed
-        for seq in seqs:
-            reasons.add(seq.finish_reason)
-            length = len(seq.token_ids)
-            assert seq.finish_reason is not None and seq.lane == -1
-            assert seq.token_ids == [seq.seq_id, *range(1, length)]
-            assert not seq.stop_token_ids.intersection(range(seq.num_prompt_tokens, length - 1))
-            if seq.finish_reason == "length":
-                assert length == seq.max_num_tokens
-            if seq.finish_reason == "stop":
-                assert length - 1 in seq.stop_token_ids
-    assert reasons == {"length", "stop", "error"}
+@pytest.mark.parametrize("is_running", [False, True])
+def test_an_abort_drops_the_pending_token(is_running):
+    scheduler = make_scheduler()
+    seqs = [make_sequence(seq_id, prompt_len=4, max_tokens=9) for seq_id in range(2)]
+    step = start(scheduler, *seqs)
+    if not is_running:
+        scheduler.preempt(seqs[0])
+    scheduler.finish(seqs[0], "abort")
+    assert seqs[0].token_ids == [0, 1, 2, 3]
+    scheduler.postprocess(step, [[7], [8]])
+    assert [seq.token_ids for seq in seqs] == [[0, 1, 2, 3], [1, 1, 2, 3, 8]]
 
 
-def test_a_reset_keeps_the_order_and_resets_features():
-    scheduler = make_scheduler(max_num_seqs=2)
-    seqs = [make_sequence(seq_id, prompt_len=5, max_tokens=3) for seq_id in range(3)]
+def test_rows_of_pending_tokens_count_those_of_drafts():
+    scheduler = make_scheduler()
+    seqs = [make_sequence(seq_id, prompt_len=4, max_tokens=9) for seq_id in range(2)]
     for seq in seqs:
         scheduler.add(seq)
-    resets = []
-
-    class Resets(Feature):
-        def reset(self):
-            resets.append(list(scheduler.waiting))
-
-    scheduler.features = Features([Resets()])
     run_step(scheduler)
-    scheduler.reset(seqs)
-    assert resets == [seqs], "when the sequences wait"
-    assert scheduler.running == []
-    check_queues(scheduler)
-    assert {seq.num_cached_tokens for seq in seqs} == {None}
-    assert run_steps(scheduler, 3) == [{0: 6, 1: 6}, {0: 1, 1: 1}, {2: 5}]
-
-
-def test_two_features_cannot_give_a_request_one_field(make_llm):
-    """A request has one constraint, and the second one would replace the first."""
-
-    class Ends(Feature):
-        def prepare(self, params, num_samples):
-            return {"constraint": Constraint()}
-
-    llm = make_llm()
-    llm.add_feature(Ends())
-    assert llm.generate([1, 2], greedy(2))
-    llm.add_feature(Ends())
-    with pytest.raises(ValueError, match="two features give a request its constraint"):
-        llm.generate([1, 2], greedy(2))
+    step = scheduler.schedule()
+    seqs[0].token_ids.append(8)
+    step.num_tokens[0] = step.num_logits[0] = 2
+    scheduler.advance(step)
+    assert seqs[1].token_ids[-1] == ~2

@@ -31,5 +31,6 @@ def test_ended_sequences_are_dropped_with_their_rows(step):
     end_of_prompt, decode, chunk = step.seqs
     end_of_prompt.finish_reason = "abort"
     assert step.drop_ended() == [1, 2]
-    assert list(step) == [(decode, 2, 2), (chunk, 2, 0)]
+    assert step.seqs == [decode, chunk]
+    assert (step.num_tokens, step.num_logits) == ([2, 2], [2, 0])
     assert step.list_rows() == ([decode, decode], [8, 9])

@@ -386,19 +386,24 @@ def test_without_eos_no_token_ends_a_text(llm):
 
 
 def test_a_row_without_an_allowed_token_becomes_nan(monkeypatch):
-    """Only the last row, the second one of its sequence, is that. The others allow two tokens."""
+    """Only the last row, the second one of its sequence, is that. The others allow two tokens.
+
+    A mask has whole bytes, so it can allow a token behind the vocabulary.
+    """
     monkeypatch.setattr(
         structured.GrammarConstraint,
         "compute_masks",
-        lambda self, seq, num_rows: [np.array([bits], np.uint8) for bits in [3, 0][:num_rows]],
+        lambda self, seq, num_rows: [np.array([bits], np.uint8) for bits in [3, 16][:num_rows]],
     )
     requests = [object.__new__(Request) for _ in range(2)]
     for request in requests:
         request.constraint = object.__new__(structured.GrammarConstraint)
     first, second = requests
-    logits = structured.apply_grammars([first, second, second], torch.ones(3, 4))
-    assert logits[0].tolist() == logits[1].tolist() == [1.0, 1.0, -torch.inf, -torch.inf]
+    given = torch.tensor([[torch.inf, 1.0, torch.inf, 1.0]]).repeat(3, 1)
+    logits = structured.apply_grammars([first, second, second], given)
+    assert logits[0].tolist() == logits[1].tolist() == [torch.inf, 1.0, -torch.inf, -torch.inf]
     assert logits[2].isnan().all()
+    assert not given.isinf().logical_and(given < 0).any(), "log probabilities need them later"
 
 
 def test_token_that_the_grammar_forbids_is_an_error(llm, monkeypatch):

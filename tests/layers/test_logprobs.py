@@ -115,3 +115,23 @@ def test_token_0_has_its_log_probability():
     logits = torch.tensor([[2.0, 1.0, 0.0]])
     found = find_logprobs(logits, torch.tensor([0]), [1])
     assert read_logprobs(found, [1]) == [{0: pytest.approx(logits.log_softmax(-1)[0, 0].item())}]
+
+
+def test_log_probabilities_are_computed_in_float32():
+    logits = torch.arange(8.0)[None]
+    _, _, numbers = find_logprobs(logits.bfloat16(), torch.tensor([1]), [0])
+    assert numbers.tolist() == [[logits.log_softmax(-1)[0, 1].item()]]
+
+
+def test_an_improbable_token_has_its_log_probability():
+    """Its probability is 0 in float32."""
+    _, _, numbers = find_logprobs(torch.tensor([[0.0, -200.0]]), torch.tensor([1]), [0])
+    assert numbers.tolist() == [[-200.0]]
+
+
+def test_rows_have_as_many_entries_as_they_ask_for():
+    """Row 1 asks for nothing, and the token of row 2 is among its most probable ones."""
+    logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]]).repeat(3, 1)
+    requested = [1, None, 2]
+    found = find_logprobs(logits, torch.tensor([2, 3, 1]), requested)
+    assert [list(entry) for entry in read_logprobs(found, requested)] == [[0, 2], [], [0, 1]]

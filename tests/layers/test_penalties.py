@@ -1,5 +1,6 @@
 """Penalties match their definition and cost nothing where no request asks for them."""
 
+import pytest
 import torch
 from conftest import generate_ids, random_prompt
 
@@ -88,3 +89,44 @@ def test_rows_of_a_batch_have_their_own_penalties_biases_and_bans():
     expected[2, [6, 0]] = torch.tensor([2.2, -2.4])
     expected[4, 2] = -torch.inf
     torch.testing.assert_close(apply_penalties(logits, seqs), expected)
+    logits = expected.new_ones(2, 8)
+    torch.testing.assert_close(
+        apply_penalties(logits, [make_row([1, 2, 3], 2.0), make_row([0], 2.0)]),
+        torch.tensor([[1, 0.5, 0.5, 0.5, 1, 1, 1, 1], [0.5, 1, 1, 1, 1, 1, 1, 1]]),
+    )
+
+
+def make_row(token_ids, repetition_penalty=1.0, **settings):
+    params = SamplingParams(repetition_penalty=repetition_penalty, **settings)
+    return Sequence(0, token_ids, params, stop_token_ids=frozenset([2]))
+
+
+def test_the_given_logits_stay():
+    """Log probabilities are computed from them later."""
+    rows = [make_row([1], 2.0), make_row([1], logit_bias={3: 2.0}), make_row([1], min_tokens=1)]
+    for row in rows:
+        logits = torch.ones(1, 4)
+        changed = apply_penalties(logits, [row])
+        assert not torch.equal(changed, logits)
+        assert torch.equal(logits, torch.ones(1, 4))
+
+
+def test_penalties_and_biases_are_computed_in_float32():
+    for row, expected in (
+        (make_row([3], logit_bias={3: 0.05}), 16.05),
+        (make_row([3], 1.1), 16 / 1.1),
+    ):
+        changed = apply_penalties(torch.full((1, 4), 16.0).bfloat16(), [row])
+        assert changed[0, 3].item() == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_ban_holds_for_any_logit():
+    changed = apply_penalties(torch.tensor([[0.0, 1.0, torch.inf]]), [make_row([1], min_tokens=1)])
+    assert changed.tolist() == [[0.0, 1.0, -torch.inf]]
+
+
+def test_a_ban_can_be_lifted():
+    """A grammar lifts it if only stop tokens may come."""
+    row = make_row([1], min_tokens=3)
+    row.min_num_tokens = 0
+    assert apply_penalties(torch.ones(1, 4), [row]).tolist() == [[1.0] * 4]

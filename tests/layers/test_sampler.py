@@ -80,6 +80,7 @@ TIES = torch.tensor([0.0, 2.0, 0.0, 2.0, 0.0, 2.0, -1.0])
     [
         (PLAIN, {"top_p": 0.79}, 2),  # the token that crosses top_p is kept
         (PLAIN, {"top_p": 0.81}, 3),
+        (torch.tensor([0.5, 0.25, 0.25]).log(), {"top_p": 0.5}, 1),
         (PLAIN, {"min_p": 0.55}, 2),
         (PLAIN, {"top_k": 0, "min_p": 0.01}, 4),  # top_k=0 is off
         (PLAIN, {"top_k": 1}, 1),
@@ -97,8 +98,43 @@ def test_filters_keep_so_many_tokens(logits, settings, num_kept):
     assert count_kept(logits, **settings) == num_kept
 
 
-def test_a_row_with_nan_gives_minus_one():
-    assert find_best(torch.tensor([[1.0, torch.nan], [1.0, 2.0]])).tolist() == [-1, 1]
+def test_filters_of_a_row_do_not_depend_on_those_of_another():
+    """top-p counts the tokens that the row's own top-k keeps, and only these."""
+    logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log().repeat(2, 1)
+    for rows, num_kept in (
+        (({"top_k": 2, "top_p": 0.5}, {"top_k": 4}), [1, 4]),
+        (({"top_k": 1}, {"top_p": 0.95}), [1, 4]),
+    ):
+        params = [SamplingParams(**settings) for settings in rows]
+        batch = make_sampling_batch(params, [0, 0], [0, 0], 4)
+        filtered = Sampler(4).filter(logits, batch.filters)
+        assert filtered.isfinite().sum(1).tolist() == num_kept
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_rows_in_16_bits_are_filtered_and_sampled_in_float32(dtype):
+    logits = make_logits(2000).to(dtype)
+    rows = range(len(logits))
+    for settings in ({}, {"top_p": 0.7, "min_p": 0.1, "temperature": 1.3}):
+        params = [SamplingParams(**settings)] * len(logits)
+        sampled = sample(logits, params, rows, rows)
+        assert sampled == sample(logits.float(), params, rows, rows)
+
+
+@pytest.mark.parametrize("settings", [{"temperature": 0.0}, {}, {"top_p": 0.9}], ids=str)
+def test_a_row_with_nan_gives_minus_one(settings):
+    logits = make_logits(3)
+    logits[0, -1] = torch.nan
+    logits[1] = torch.nan
+    tokens = sample(logits, [SamplingParams(**settings)] * 3, range(3), range(3))
+    assert [token_id < 0 for token_id in tokens] == [True, True, False]
+
+
+def test_the_first_of_equal_scores_is_the_best():
+    for vocab_size in (5, 50, 5000):
+        assert find_best(torch.zeros(2, vocab_size)).tolist() == [0, 0]
+    scores = torch.tensor([[0.0, torch.inf, 1.0, torch.inf], [-torch.inf] * 4])
+    assert find_best(scores).tolist() == [1, 0]
 
 
 def test_a_row_does_not_depend_on_its_batch():
@@ -156,6 +192,25 @@ def test_seed_and_position_are_not_only_added():
     """Otherwise a request would repeat the noise of another one, some positions later."""
     keys = make_noise_keys([1, 2, 3, 0], [2, 1, 0, 3])
     assert len({tuple(key) for key in keys.tolist()}) == 4
+
+
+def test_noise_keys_have_64_bits():
+    keys = make_noise_keys(range(500), [0] * 500)
+    assert (keys[:, 0] != keys[:, 1]).all()
+
+
+def test_noise_is_float32_whatever_the_default_dtype_is():
+    keys = torch.tensor([[3, 5]], dtype=torch.int32)
+    hashes = Sampler(100).token_hashes
+    expected = gumbel_noise(hashes, keys)
+    for dtype in (torch.float64, torch.bfloat16):
+        torch.set_default_dtype(dtype)
+        try:
+            noise = gumbel_noise(hashes, keys)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert noise.dtype == torch.float32
+        assert torch.equal(noise, expected)
 
 
 def test_extreme_noise_keys_stay_finite():
