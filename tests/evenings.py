@@ -253,6 +253,8 @@ EVENINGS = (
         tests=(
             "tests/layers/test_tensor_parallel.py",
             "tests/checkpoints/test_quantization.py::test_codes_are_the_nearest",
+            "tests/checkpoints/test_quantization.py::"
+            "test_codes_scales_and_zeros_of_a_checkpoint_are_kept",
             "tests/checkpoints/test_quantization.py::test_a_scale_of_1_is_exact",
             "tests/checkpoints/test_quantization.py::test_a_dequantized_weight_is_rounded_once",
             "tests/worker/test_kv_cache_size.py",
@@ -260,6 +262,9 @@ EVENINGS = (
             "tests/benchmark/test_bench.py::test_roofline_does_not_compute_a_cached_prefix",
             "tests/benchmark/test_bench.py::test_roofline_counts_recurrent_states",
             "tests/benchmark/test_bench.py::test_roofline_counts_what_the_option_quantizes",
+            "tests/benchmark/test_bench.py::"
+            "test_roofline_reads_the_experts_of_all_tokens_and_multiplies_by_those_of_each",
+            "tests/benchmark/test_bench.py::test_roofline_reads_a_head_in_its_own_format",
         ),
         exercise=9,
     ),

@@ -95,7 +95,10 @@ class Feature:
         return prefix
 
     def may_start(self, seq: Sequence) -> bool:
-        """Return whether a waiting sequence may be admitted in this step."""
+        """Return whether a waiting sequence may be admitted in this step.
+
+        Each feature is asked, also after a refusal, so that it can prepare what it waits for.
+        """
         return True
 
     def admitted(self, seq: Sequence) -> None:

@@ -4,6 +4,7 @@ Peak rates take a second to measure. They are measured for real only where a pro
 """
 
 import json
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -271,6 +272,31 @@ def test_roofline_counts_the_experts_of_a_token():
     # Of two tokens, the second finds each of its experts unused with probability 4/6.
     assert sizes.count_used(2) == pytest.approx(dense + 3 * (2 + 2 * 4 / 6) * 3 * 8 * 16)
     assert sizes.count_used(1000) == pytest.approx(dense + 3 * 6 * 3 * 8 * 16)
+
+
+def compute_seconds_of_weights(peak, quantization=None, num_tokens=4, **numbers):
+    """Of a step of one prompt that has only these weights."""
+    sizes = dict(dense=0, experts=0, used_share=1.0, head=0, state=0, attention=Counter())
+    spec = SimpleNamespace(quantization=quantization or Quantization(), dtype=BFLOAT16)
+    sizes = roofline.ModelSizes(**{**sizes, **numbers})
+    return roofline.compute_step_seconds(spec, sizes, [(0, num_tokens)], peak)
+
+
+def test_roofline_reads_the_experts_of_all_tokens_and_multiplies_by_those_of_each():
+    """A token uses 25 of 100 weights. At least one of four tokens uses 68.36 of them."""
+    experts = dict(experts=100, used_share=0.25)
+    assert compute_seconds_of_weights(SLOW_MEMORY, **experts) == pytest.approx(0.13672, rel=1e-4)
+    assert compute_seconds_of_weights(SLOW_PROCESSOR, **experts) == pytest.approx(0.2)
+
+
+def test_roofline_reads_a_head_in_its_own_format():
+    """Codes of 8 bits take 1 byte, and 6 bytes for 128 of them."""
+    head = dict(head=128, num_tokens=1)
+    in_int8 = Quantization(INT4, INT8)
+    assert compute_seconds_of_weights(SLOW_MEMORY, in_int8, **head) == pytest.approx(0.134)
+    stored = GPTQ(bits=4, group_size=64, is_symmetric=True)
+    kept = Quantization(format=stored)
+    assert compute_seconds_of_weights(SLOW_MEMORY, kept, **head) == pytest.approx(0.256)
 
 
 def test_roofline_counts_what_the_option_quantizes():

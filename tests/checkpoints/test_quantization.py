@@ -447,23 +447,52 @@ def test_only_empty_biases_are_ignored(checkpoint):
 
 @pytest.mark.parametrize("scheme", [Scheme(8, 128), Scheme(4, 64), Scheme(4, 32)])
 @pytest.mark.parametrize("in_features", [1, 3, 31, 128, 200])
-def test_codes_are_the_nearest(scheme, in_features):
-    weight = torch.randn(5, in_features)
+@pytest.mark.parametrize(
+    "dtype, size", [(torch.float32, 1.0), (torch.float32, 1e-5), (torch.bfloat16, 1.0)], ids=str
+)
+def test_codes_are_the_nearest(scheme, in_features, dtype, size):
+    """The error of a weight is at most half a step of its own group."""
+    weight = torch.randn(5, in_features) * size
     weight[0] = 0
-    weight[1] = weight[1].abs() + 1
+    weight[1] = weight[1].abs() + size
     weight[2] = -weight[1]
+    weight = weight.to(dtype)
     quantized = QuantizedWeight.quantize(weight, scheme)
     assert quantized.shape == weight.shape
     assert quantized.codes.shape == QuantizedWeight.empty_like(weight, scheme).codes.shape
+    assert quantized.scales.shape == QuantizedWeight.empty_like(weight, scheme).scales.shape
+    quantized.dtype = torch.float32
     error = (quantized.dequantize() - weight).abs()
-    step = quantized._for_each_input(quantized.scales)
-    assert bool((error <= 0.5001 * step + 1e-7).all())
+    largest_code = 2**scheme.bits - 1
+    for start in range(0, in_features, scheme.group_size):
+        group = slice(start, start + scheme.group_size)
+        low = weight[:, group].float().amin(1).clamp(max=0)
+        high = weight[:, group].float().amax(1).clamp(min=0)
+        step = (high - low) / largest_code
+        assert bool((error[:, group] <= 0.5001 * step[:, None] + 1e-7 * size).all())
     assert not quantized.dequantize()[0].any()
     # The largest weight has the largest code, and 0 has a code in every group.
-    largest_code = 2**scheme.bits - 1
     assert quantized.unpack().amax() == largest_code
     assert quantized.zeros.amin() >= 0
     assert quantized.zeros.amax() <= largest_code
+
+
+@pytest.mark.parametrize("scheme", [Scheme(8, 4), Scheme(4, 4)])
+def test_codes_scales_and_zeros_of_a_checkpoint_are_kept(scheme):
+    """GPTQ's zeros go up to 2^bits, and scales have more bits than the model's dtype."""
+    codes = torch.arange(8, dtype=torch.uint8)[None] + 7
+    scales = torch.tensor([[0.1, 0.3]])
+    zeros = torch.tensor([[2.0**scheme.bits, 0.0]])
+    for scale_dtype in (torch.float32, torch.float16):
+        given = scales.to(scale_dtype)
+        weight = QuantizedWeight.from_codes(scheme, torch.bfloat16, codes, given, zeros)
+        assert torch.equal(weight.unpack(), codes)
+        assert torch.equal(weight.scales, given.float())
+        assert weight.zeros.tolist() == zeros.tolist()
+        assert (weight.scales.dtype, weight.zeros.dtype) == (torch.float32, torch.int16)
+        each_zero = zeros.repeat_interleave(4, dim=1)
+        expected = (codes - each_zero) * given.float().repeat_interleave(4, dim=1)
+        assert torch.equal(weight.dequantize(), expected.bfloat16())
 
 
 def test_a_scale_of_1_is_exact():

@@ -15,7 +15,7 @@ from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.scheduler import PrefillFirstScheduler, Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.features.recurrent_states import RecurrentStates
+from nanovllm.features.recurrent_states import RecurrentStates, Slots
 from nanovllm.features.speculation.costs import StepCosts
 from nanovllm.features.speculation.drafts import Drafts
 from nanovllm.worker.state_slots import ZEROS, StateSlots
@@ -241,3 +241,56 @@ def test_a_rejected_draft_stalls_no_other_decode(policy):
     for _ in range(3):
         assert engine.step() == {0: 4, 1: 1}
         assert engine.step() == {0: 2, 1: 1}
+
+
+def test_a_head_that_has_waited_leaves_its_snapshot_where_it_matches_now():
+    engine = Engine()
+    engine.serve([*X, 0])
+    seqs = [engine.add([*X, *Y, last]) for last in (1, 2)]
+    while not all(seq.finish_reason for seq in seqs):
+        engine.step()
+    assert engine.serve([*X, *Y, 3]) == len(X) + len(Y)
+
+
+def test_a_kept_prompt_leaves_a_snapshot_that_it_can_reuse_itself():
+    """The last token is computed again, so the last block before it counts."""
+    engine = Engine()
+    engine.states.keeps_prompts = True
+    assert [engine.serve(X) for _ in range(2)] == [0, 12]
+
+
+def test_a_kept_prompt_also_leaves_a_snapshot_where_it_matches():
+    engine = Engine()
+    engine.states.keeps_prompts = True
+    assert [engine.serve([*X, *[last] * 5]) for last in (1, 2, 3)] == [0, 0, 16]
+
+
+def test_a_snapshot_that_exists_does_not_prevent_the_next_one():
+    engine = Engine()
+    for last in (0, 1):
+        engine.serve([*X, last])
+    seq = engine.add([*X, 1, 2, 3, 4, 5])
+    engine.states.slots[seq] = Slots(snapshot_positions=[16, 20])
+    assert engine.states.limit_tokens(seq, 21) == 20
+
+
+def test_the_oldest_snapshot_that_is_not_read_is_evicted():
+    engine = Engine()
+    states = engine.states
+    seq = engine.add([1, 2], max_tokens=9)
+    engine.step()
+    states.empty_slots.clear()
+    states.snapshots.update(enumerate(states.snapshot_slots))
+    states.slots[seq].read = states.snapshots[0]
+    expected = states.snapshots[1]
+    assert states.take_slot() == expected
+    assert list(states.snapshots) == [0, *range(2, len(states.snapshot_slots))]
+
+
+def test_a_new_snapshot_is_the_last_to_be_evicted():
+    engine = Engine(num_lanes=2)
+    prefixes = [[first] * 16 for first in (10, 20, 30, 40)]
+    for prefix in prefixes:
+        for last in (0, 1):
+            engine.serve([*prefix, last])
+    assert [engine.serve([*prefix, 2]) for prefix in prefixes[2:]] == [16, 16]

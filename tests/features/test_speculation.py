@@ -276,3 +276,47 @@ def test_the_backend_limits_drafts(make_llm, monkeypatch):
     monkeypatch.setattr(torch_backend, "MAX_DRAFT_LEN", 3)
     llm = make_llm(device="cpu", attention_backend="torch", num_speculative_tokens=100)
     assert find_feature(llm, Drafts).max_draft_len == 3
+
+
+def test_prompt_lookup_learns_from_tokens_that_come_one_by_one():
+    token_ids = [1, 2, 3, 4]
+    lookup = PromptLookup(token_ids)
+    proposed = []
+    for token_id in (9, 3, 4, 9, 3):
+        token_ids.append(token_id)
+        proposed.append(lookup.propose(2))
+    assert proposed == [[], [], [9, 3], [3, 4], [4, 9]]
+
+
+def test_drafts_beside_a_prefill():
+    scheduler = make_scheduler(draft_sevens(), num_blocks=20, max_num_seqs=2, budget=10)
+    scheduler.add(Sequence(0, [1, 2, 3], SamplingParams()))
+    run_step(scheduler)
+    scheduler.add(Sequence(1, [1, 2], SamplingParams()))
+    assert run_step(scheduler) == {0: 8, 1: 2}
+
+
+def test_blocks_of_all_rejected_drafts_are_released():
+    scheduler = make_scheduler(draft_sevens(), num_blocks=20, max_num_seqs=2, budget=32)
+    for seq_id in range(2):
+        scheduler.add(Sequence(seq_id, [1, 2, 3], SamplingParams()))
+    run_step(scheduler)
+    assert run_step(scheduler) == {0: 8, 1: 8}
+    assert len(scheduler.block_manager.free_block_ids) == 18
+
+
+def test_tokens_of_a_decode_with_nan_are_those_of_a_decode():
+    scheduler = make_scheduler(draft_sevens(), num_blocks=20, max_num_seqs=2, budget=32)
+    scheduler.add(Sequence(0, [1, 2, 3], SamplingParams()))
+    run_step(scheduler)
+    run_step(scheduler, [[7, 7, -1, *[1] * 5]])
+    assert (scheduler.num_prefill_tokens, scheduler.num_decode_tokens) == (3, 3)
+
+
+@pytest.mark.parametrize("gain, count", [(0.12, 0), (0.13, 1), (0.2, 1)])
+def test_a_chunk_takes_time_and_samples_nothing(gain, count):
+    """One token in 1.4 units of time. With 0.1 more, 1.05 / 1.4 * 1.5 = 1.125 tokens must come."""
+    step = Step()
+    step.add(make_decode(0.9)[0], num_tokens=1, num_logits=1)
+    step.add(Sequence(1, [1] * 9, SamplingParams()), num_tokens=4, num_logits=0)
+    assert StepCosts(per_token=0.1).choose_count(step, [(0.1, gain)]) == count

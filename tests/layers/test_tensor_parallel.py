@@ -9,6 +9,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from nanovllm.layers.embedding import Embedding
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -53,6 +54,59 @@ def compute_mlp(tp):
     return back(left * right)
 
 
+@pytest.mark.parametrize("scheme", [None, Scheme(8, 4)])
+@pytest.mark.parametrize("has_bias", [False, True])
+@torch.inference_mode()
+def test_one_rank_has_a_linear_layer(scheme, has_bias):
+    """Ranks are compared with one rank, so this is compared with the definition."""
+    x = torch.linspace(-1, 1, 5 * HIDDEN_SIZE).view(5, HIDDEN_SIZE)
+    for layer in (
+        ColumnParallelLinear(HIDDEN_SIZE, [("left", 8), ("right", 4)], has_bias, torch.float32),
+        RowParallelLinear(HIDDEN_SIZE, 8, has_bias, torch.float32),
+    ):
+        if scheme is not None:
+            layer.quantize(scheme)
+        fill(layer)
+        weight = layer.weight if scheme is None else layer.weight.dequantize()
+        torch.testing.assert_close(layer(x), F.linear(x, weight, layer.bias))
+
+
+def test_a_layer_multiplies_with_the_method_that_kernels_replace():
+    for layer in (
+        ColumnParallelLinear(4, [("all", 4)], True, torch.float32),
+        RowParallelLinear(4, 4, True, torch.float32),
+    ):
+        layer.multiply = lambda x, bias: x + bias
+        layer.bias.data.fill_(1.0)
+        assert layer(torch.zeros(1, 4)).tolist() == [[1.0] * 4]
+
+
+def test_each_rank_loads_each_tensor():
+    def name_targets(tp):
+        layers = (
+            ColumnParallelLinear(4, [("left", 4), ("right", 8)], True, torch.float32, tp),
+            RowParallelLinear(4, 4, True, torch.float32, tp),
+        )
+        return [[name for name, _ in layer.targets("a.layer")] for layer in layers]
+
+    expected = [
+        ["a.left.weight", "a.left.bias", "a.right.weight", "a.right.bias"],
+        ["a.layer.weight", "a.layer.bias"],
+    ]
+    assert run_ranks(2, name_targets) == [expected] * 2
+
+
+def test_a_sum_over_ranks_replaces_the_parts():
+    def add(tp):
+        x = torch.full((3,), 1.0 + tp.rank, dtype=torch.bfloat16)
+        result = tp.all_reduce(x)
+        assert result is x
+        return x
+
+    for x in run_ranks(2, add):
+        assert (x.dtype, x.tolist()) == (torch.bfloat16, [3.0] * 3)
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_column_and_row_parallel_layers(size):
     (expected,) = run_ranks(1, compute_mlp)
@@ -82,6 +136,21 @@ def test_embedding_and_logits(size, scheme):
     torch.testing.assert_close(results[0][1], logits)  # on rank 0 only
     torch.testing.assert_close(results[0][2], logits[:1])
     assert logits.shape == (len(token_ids), VOCAB_SIZE)
+
+
+def test_a_rank_can_have_no_token_ids():
+    """Four tokens on three ranks are 2, 2 and 0. Padding is memory that was never written."""
+
+    def compute(tp):
+        layer = Embedding(4, HIDDEN_SIZE, torch.float32, tp)
+        layer.weight.fill_(torch.nan)
+        embedded = fill(layer)(torch.arange(4))
+        return embedded, layer.logits(embedded)
+
+    (expected,) = run_ranks(1, compute)
+    results = run_ranks(3, compute)
+    assert all(torch.equal(embedded, expected[0]) for embedded, _ in results)
+    torch.testing.assert_close(results[0][1], expected[1])
 
 
 def test_features_are_divided_in_whole_units():

@@ -129,6 +129,13 @@ def test_ranks_share_the_memory_of_a_cpu(monkeypatch):
     assert [num_bytes for num_bytes, _ in budgets] == [2_000, 1_000]
 
 
+def test_the_memory_of_a_gpu_and_given_bytes_are_those_of_one_rank():
+    two_ranks = Config("", tensor_parallel_size=2)
+    assert find_budget(two_ranks, FakeGPU(100_000_000))[0] == 80_000_000
+    given = Config("", tensor_parallel_size=2, kvcache_memory_bytes=1_000)
+    assert find_budget(given, None)[0] == 1_000
+
+
 @pytest.mark.parametrize("draft_len, num_logits", [(0, 7), (2, MAX_DRAFT_STEP)])
 def test_the_profile_run_is_a_largest_step(make_llm, draft_len, num_logits):
     """A step with drafts has a row of logits for each draft token."""
@@ -217,6 +224,20 @@ def test_ranks_agree_on_the_smallest_budget(make_llm, monkeypatch):
         make_llm(**options, kvcache_block_size=8)
 
 
+@pytest.mark.parametrize("num_bytes", [10**6, -100])
+def test_lanes_are_no_more_than_given_blocks(num_bytes):
+    """A lane that cannot run needs no state, and without states no lane needs memory."""
+    for state_bytes in (0, 10) if num_bytes > 0 else (0,):
+        planner = CachePlanner(
+            config=Config("", num_kvcache_blocks=4, max_num_seqs=8),
+            block_bytes=10,
+            state_bytes=state_bytes,
+            block_size=4,
+            blocks_per_lane=8,
+        )
+        assert planner.count_lanes(num_bytes, num_step_tokens=16) == 4
+
+
 def plan_with_windows(num_bytes, block_bytes=1000, **options):
     """Plan a second pool of blocks that take 1000 bytes, for windows of 30 tokens."""
     planner = CachePlanner(
@@ -238,6 +259,12 @@ def test_windows_have_half_of_the_memory_and_a_step_an_eighth():
     assert plan.num_window_blocks == 7 * 5 + 12
     assert "53000 B for 53 blocks" in plan.description
     assert "47000 B for states and windows; at most 7 sequences and 120 tok" in plan.description
+
+
+def test_blocks_of_both_pools_have_their_own_bytes():
+    plan = plan_with_windows(100_000, block_bytes=500)
+    assert (plan.num_blocks, plan.num_lanes) == (106, 7)
+    assert "47000 B for states and windows" in plan.description
 
 
 def test_windows_of_few_short_sequences_need_no_more_than_the_sequences():
