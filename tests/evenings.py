@@ -255,6 +255,7 @@ EVENINGS = (
             "tests/checkpoints/test_quantization.py::test_codes_are_the_nearest",
             "tests/checkpoints/test_quantization.py::"
             "test_codes_scales_and_zeros_of_a_checkpoint_are_kept",
+            "tests/checkpoints/test_quantization.py::test_the_largest_code_does_not_overflow",
             "tests/checkpoints/test_quantization.py::test_a_scale_of_1_is_exact",
             "tests/checkpoints/test_quantization.py::test_a_dequantized_weight_is_rounded_once",
             "tests/worker/test_kv_cache_size.py",

@@ -91,7 +91,10 @@ class Feature:
         """A step begins. Drop what an interrupted one has left."""
 
     def limit_prefix(self, seq: Sequence, prefix: list[Block]) -> list[Block]:
-        """Return the cached blocks that a waiting sequence can reuse, of those that were found."""
+        """Return the cached blocks that a waiting sequence reuses.
+
+        They are the first ones of `prefix`, which was found, or `prefix` and blocks behind it.
+        """
         return prefix
 
     def may_start(self, seq: Sequence) -> bool:

@@ -495,6 +495,15 @@ def test_codes_scales_and_zeros_of_a_checkpoint_are_kept(scheme):
         assert torch.equal(weight.dequantize(), expected.bfloat16())
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_largest_code_does_not_overflow(bits):
+    """The zero is 1.5, which is rounded up, and so is the largest weight."""
+    largest = 2.0**bits - 1
+    weight = torch.tensor([[-1.5, largest - 1.5, 1.0, 0.0]])
+    dequantized = QuantizedWeight.quantize(weight, Scheme(bits, 4)).dequantize()
+    assert dequantized.tolist() == [[-2.0, largest - 2, 1.0, 0.0]]
+
+
 def test_a_scale_of_1_is_exact():
     weight = torch.arange(16.0)[None] - 7
     assert torch.equal(QuantizedWeight.quantize(weight, Scheme(4, 16)).dequantize(), weight)

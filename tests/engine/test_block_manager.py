@@ -60,7 +60,8 @@ def find_hits(manager, *token_ids):
 # --- prefix caching
 
 
-SALTS = (None, "", "a", "A", "\u0141", "\ud800", "a\ud800")  # 0x141 ends with the byte of "A"
+# U+0141 ends with the byte of "A". Lone surrogates have no code in UTF-8.
+SALTS = (None, "", "?", "a", "A", "\u0141", "\ud800", "\ud801", "a\ud800")
 
 
 def test_salts_divide_the_cache():
@@ -71,7 +72,7 @@ def test_salts_divide_the_cache():
         hashes.append(manager.hash_block(seq, 0))
     root = manager.compute_hash([ord("a")], manager.root_hash)
     assert hashes[0] == manager.compute_hash([1, 2], manager.root_hash)
-    assert hashes[2] == hashes[-1] == manager.compute_hash([1, 2], root)
+    assert hashes[SALTS.index("a")] == hashes[-1] == manager.compute_hash([1, 2], root)
     assert len(set(hashes)) == len(SALTS)
 
 
@@ -126,7 +127,8 @@ def test_each_engine_has_its_own_128_bit_hashes():
 def test_all_bits_of_tokens_and_of_the_prefix_count(monkeypatch):
     hashes = [BlockManager.compute_hash([token], prefix=5) for token in (1, 1 + 2**8, 1 + 2**16)]
     hashes += [BlockManager.compute_hash([1], prefix=5 + 2**bit) for bit in (64, 100)]
-    assert len(set(hashes)) == 5
+    hashes += [BlockManager.compute_hash(token_ids) for token_ids in ([1, 23], [12, 3])]
+    assert len(set(hashes)) == 7
     seeds = set()
     compute = xxhash.xxh3_128_intdigest
     monkeypatch.setattr(
@@ -432,6 +434,14 @@ def test_a_table_grows_for_a_pending_token():
     assert seq.block_table == [0, 1]
 
 
+def test_a_block_that_a_pending_token_fills_has_no_hash():
+    manager = BlockManager(2, BLOCK_SIZE)
+    seq = serve(manager, 1, 2, 3)
+    seq.token_ids.append(-1)
+    manager.release(seq)
+    assert len(seq.block_hashes) == 1
+
+
 def test_a_released_part_of_a_block_leaves_no_hash():
     manager = BlockManager(8, BLOCK_SIZE)
     seq = serve(manager, 1, 2, 3)
@@ -455,6 +465,10 @@ def test_what_did_not_fit_is_forgotten_when_it_fits():
     assert not admit(manager, blocked)
     manager.release(first)
     assert manager.allocate(blocked, [])
+    assert manager.blocked is None
+    assert not admit(manager, make_sequence(5, 5, 5))
+    manager.release(blocked)
+    assert admit(manager, make_sequence(6)), "another one, which can share blocks with it"
     assert manager.blocked is None
 
 

@@ -113,6 +113,26 @@ def test_a_refused_sequence_evicts_nothing():
     assert scheduler.block_manager.count_states()["reusable"] == 4
 
 
+def test_a_feature_can_extend_a_prefix():
+    """A store of K/V restores blocks."""
+    scheduler = make_scheduler()
+    manager = scheduler.block_manager
+
+    class Store(Feature):
+        def limit_prefix(self, seq, prefix):
+            block_id = manager.take()
+            manager.cache_block(seq, len(prefix), block_id)
+            manager.release_block(seq, len(prefix), block_id)
+            return [*prefix, manager.blocks[block_id]]
+
+    attach(scheduler, Store())
+    seq = make_sequence(0, prompt_len=9, max_tokens=2)
+    scheduler.add(seq)
+    assert run_step(scheduler) == {0: 5}
+    assert seq.num_cached_tokens == scheduler.num_cached_tokens == 4
+    assert manager.blocks[seq.block_table[0]].is_cached
+
+
 def test_a_prompt_that_has_to_wait_for_the_next_step_evicts_nothing():
     scheduler = make_scheduler(PrefillFirstScheduler)
     scheduler.add(make_sequence(0, prompt_len=16, max_tokens=1))

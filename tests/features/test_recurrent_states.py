@@ -274,7 +274,9 @@ def test_a_snapshot_that_exists_does_not_prevent_the_next_one():
     assert engine.states.limit_tokens(seq, 21) == 20
 
 
-def test_the_oldest_snapshot_that_is_not_read_is_evicted():
+@pytest.mark.parametrize("is_running", [True, False])
+def test_the_oldest_snapshot_that_is_not_read_is_evicted(is_running):
+    """Only running sequences read."""
     engine = Engine()
     states = engine.states
     seq = engine.add([1, 2], max_tokens=9)
@@ -282,9 +284,13 @@ def test_the_oldest_snapshot_that_is_not_read_is_evicted():
     states.empty_slots.clear()
     states.snapshots.update(enumerate(states.snapshot_slots))
     states.slots[seq].read = states.snapshots[0]
-    expected = states.snapshots[1]
+    if not is_running:
+        engine.scheduler.preempt(seq)
+    evicted = 1 if is_running else 0
+    expected = states.snapshots[evicted]
     assert states.take_slot() == expected
-    assert list(states.snapshots) == [0, *range(2, len(states.snapshot_slots))]
+    assert evicted not in states.snapshots
+    assert len(states.snapshots) == len(states.snapshot_slots) - 1
 
 
 def test_a_new_snapshot_is_the_last_to_be_evicted():
@@ -294,3 +300,27 @@ def test_a_new_snapshot_is_the_last_to_be_evicted():
         for last in (0, 1):
             engine.serve([*prefix, last])
     assert [engine.serve([*prefix, 2]) for prefix in prefixes[2:]] == [16, 16]
+
+
+@pytest.mark.parametrize("keeps_prompts", [False, True])
+def test_a_sequence_that_is_preempted_before_its_snapshot_leaves_it_later(keeps_prompts):
+    engine = Engine(budget=10)
+    engine.states.keeps_prompts = keeps_prompts
+    if not keeps_prompts:
+        engine.serve([*X, 0])
+    seq = engine.add([*X, 1])
+    assert engine.step() == {seq.seq_id: 10}
+    engine.scheduler.preempt(seq)
+    while not seq.finish_reason:
+        engine.step()
+    assert engine.serve([*X, 2]) == 16
+
+
+def test_two_sequences_of_a_step_leave_one_snapshot():
+    engine = Engine()
+    seqs = [engine.add([*X, 1, 2, 3]) for _ in range(2)]
+    for seq in seqs:
+        engine.states.slots[seq] = Slots(snapshot_positions=[16])
+    num_empty = len(engine.states.empty_slots)
+    assert [engine.states.limit_tokens(seq, 19) for seq in seqs] == [16, 19]
+    assert len(engine.states.empty_slots) == num_empty - 1

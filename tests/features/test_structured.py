@@ -395,15 +395,19 @@ def test_a_row_without_an_allowed_token_becomes_nan(monkeypatch):
         "compute_masks",
         lambda self, seq, num_rows: [np.array([bits], np.uint8) for bits in [3, 16][:num_rows]],
     )
-    requests = [object.__new__(Request) for _ in range(2)]
+    requests = [object.__new__(Request) for _ in range(4)]
+    free, first, also_free, second = requests
     for request in requests:
+        request.constraint = None
+    for request in (first, second):
         request.constraint = object.__new__(structured.GrammarConstraint)
-    first, second = requests
-    given = torch.tensor([[torch.inf, 1.0, torch.inf, 1.0]]).repeat(3, 1)
-    logits = structured.apply_grammars([first, second, second], given)
-    assert logits[0].tolist() == logits[1].tolist() == [torch.inf, 1.0, -torch.inf, -torch.inf]
-    assert logits[2].isnan().all()
-    assert not given.isinf().logical_and(given < 0).any(), "log probabilities need them later"
+    given = torch.tensor([[torch.inf, 1.0, torch.inf, 1.0]]).repeat(6, 1)
+    rows = [free, first, also_free, also_free, second, second]
+    logits = structured.apply_grammars(rows, given)
+    assert logits[1].tolist() == logits[4].tolist() == [torch.inf, 1.0, -torch.inf, -torch.inf]
+    assert logits[5].isnan().all()
+    assert torch.equal(logits[[0, 2, 3]], given[:3]), "the others have no grammar"
+    assert not (given < 0).any(), "log probabilities need them later"
 
 
 def test_token_that_the_grammar_forbids_is_an_error(llm, monkeypatch):

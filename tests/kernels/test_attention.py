@@ -204,10 +204,11 @@ def test_torch_backend_matches_softmax(monkeypatch, lengths, heads, block_size, 
     compare_with_definition(lengths, heads, block_size, make_shape(*heads, SCALE, window))
 
 
+@pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("field", [{"softcap": 0.5}, {"has_sinks": True}], ids=str)
-def test_torch_backend_caps_scores_and_adds_sinks(field):
-    shape = AttentionShape(4, 2, 16, SCALE, window=20, **field)
-    compare_with_definition(([1, 40, 1], [17, 41, 30]), (4, 2, 16), 16, shape)
+def test_torch_backend_caps_scores_and_adds_sinks(field, window):
+    shape = AttentionShape(4, 2, 16, SCALE, window=window, **field)
+    compare_with_definition(([1, 40, 7], [17, 41, 7]), (4, 2, 16), 16, shape)
 
 
 def test_torch_backend_holds_one_tile_of_the_mask(monkeypatch):
@@ -345,7 +346,9 @@ def test_a_batch_without_sequences_is_as_drawn():
 def test_the_last_tokens_of_each_sequence_have_logits(num_logits, expected):
     """All tokens of a decode with a draft have them, and none of a chunk."""
     tables = np.array([[5, 0], [2, 6], [1, 9]], np.int32)
-    batch = batches.make_batch([3, 1, 2], [8, 8, 6], tables, 4, num_logits=num_logits)
+    ids = [~0, 5, 6, ~1, 7, 8]  # pending tokens are stored, too
+    batch = batches.make_batch([3, 1, 2], [8, 8, 6], tables, 4, ids, num_logits)
+    assert batch.input_ids.tolist() == ids
     assert batch.logits_indices.tolist() == expected
     assert batch.long_queries.tolist() == [0, 2]
     assert batch.slot_mapping.tolist() == [1, 2, 3, 27, 36, 37]

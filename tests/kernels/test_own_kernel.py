@@ -89,6 +89,7 @@ def test_a_query_can_be_a_part_of_a_larger_tensor():
     shape = AttentionShape(*sizes, 0.3)
     strided = torch.stack([query, query], dim=1).flatten(1, 2)[:, :4]
     expected = own_kernel.attend(query, kv_cache, batch, shape)
+    assert torch.allclose(expected, attention.attend(query, kv_cache, batch, shape), atol=1e-5)
     assert not strided.is_contiguous()
     assert torch.equal(own_kernel.attend(strided, kv_cache, batch, shape), expected)
 

@@ -130,3 +130,11 @@ def test_a_ban_can_be_lifted():
     row = make_row([1], min_tokens=3)
     row.min_num_tokens = 0
     assert apply_penalties(torch.ones(1, 4), [row]).tolist() == [[1.0] * 4]
+
+
+def test_padding_of_a_short_row_does_not_count():
+    long = make_row([5], frequency_penalty=1.0)
+    long.token_ids += [6] * 4
+    for settings in ({"frequency_penalty": 1.0}, {"presence_penalty": 1.0}):
+        changed = apply_penalties(torch.zeros(2, 8), [make_row([3, 4], **settings), long])
+        assert changed.tolist() == [[0.0] * 8, [0.0] * 6 + [-4.0, 0.0]]

@@ -8,8 +8,10 @@ import torch
 from conftest import generate_ids, make_sampling_batch, random_prompt
 
 from nanovllm import SamplingParams
+from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.noise import gumbel_noise, make_noise_keys
 from nanovllm.layers.sampler import Sampler, find_best
+from nanovllm.layers.sampler import make_sampling_batch as make_rows
 
 VOCAB_SIZE = 50
 
@@ -109,6 +111,17 @@ def test_filters_of_a_row_do_not_depend_on_those_of_another():
         batch = make_sampling_batch(params, [0, 0], [0, 0], 4)
         filtered = Sampler(4).filter(logits, batch.filters)
         assert filtered.isfinite().sum(1).tolist() == num_kept
+
+
+def test_all_rows_of_a_draft_are_filtered():
+    """They belong to one sequence."""
+    greedy, other, drafting = (
+        Sequence(0, [1, 2], SamplingParams(**settings))
+        for settings in ({"temperature": 0.0}, {}, {"top_k": 1})
+    )
+    rows = [other, drafting, drafting, greedy, drafting]
+    batch = make_rows(rows, [2, 2, 3, 2, 4], 8, torch.device("cpu"))
+    assert batch.filters.rows.tolist() == [1, 2, 4]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

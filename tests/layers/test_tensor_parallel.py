@@ -77,8 +77,9 @@ def test_a_layer_multiplies_with_the_method_that_kernels_replace():
         RowParallelLinear(4, 4, True, torch.float32),
     ):
         layer.multiply = lambda x, bias: x + bias
+        layer.weight.data.fill_(5.0)
         layer.bias.data.fill_(1.0)
-        assert layer(torch.zeros(1, 4)).tolist() == [[1.0] * 4]
+        assert layer(torch.ones(1, 4)).tolist() == [[2.0] * 4]
 
 
 def test_each_rank_loads_each_tensor():
@@ -105,6 +106,15 @@ def test_a_sum_over_ranks_replaces_the_parts():
 
     for x in run_ranks(2, add):
         assert (x.dtype, x.tolist()) == (torch.bfloat16, [3.0] * 3)
+
+
+def test_parts_are_gathered_side_by_side_on_rank_0():
+    def gather(tp):
+        return tp.gather(torch.full((2, 3), 1.0 + tp.rank, dtype=torch.bfloat16))
+
+    whole, part = run_ranks(2, gather)
+    assert (whole.dtype, whole.tolist()) == (torch.bfloat16, [[1.0] * 3 + [2.0] * 3] * 2)
+    assert part.tolist() == [[2.0] * 3] * 2
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -1,7 +1,8 @@
 """Gives the functions of one evening other bodies, one at a time: does a test of the evening fail?
 
-    python tests/project/course_sweep.py 3        no body, the bodies of wrong_bodies.py, and some
-                                                  changes: of a comparison, a number, a statement
+    python tests/project/course_sweep.py 3        no body, the bodies of wrong_bodies.diff, and
+                                                  some changes: of a comparison, a number, a
+                                                  statement
     python tests/project/course_sweep.py 3 all    all changes, which takes up to an hour
 
 It prints which test fails first, and the bodies that no test notices.
@@ -24,7 +25,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from bodies import Forks, run_forks, set_body
 from course import cut_function, empty, find_node, find_path
 from evenings import EVENINGS, Evening
-from wrong_bodies import HARMLESS, WRONG_BODIES
+from harmless_changes import HARMLESS
 
 
 class Body(NamedTuple):
@@ -49,14 +50,30 @@ def make_empty(evening: Evening) -> Iterator[Body]:
 
 
 def make_wrong(evening: Evening) -> Iterator[Body]:
-    for number, name, before, after in WRONG_BODIES:
-        if number == evening.number:
-            source = read(name)
-            function = "\n".join(cut_function(source, name))
-            assert function.count(before) == 1, (name, before)
-            changed = source.replace(function, function.replace(before, after))
-            shown = " ".join(f"{before} -> {after}".split())
-            yield Body(name, f"{shorten(name)}: {shown}", changed)
+    """The bodies of wrong_bodies.diff, which explains its format."""
+    text = Path(__file__).with_name("wrong_bodies.diff").read_text()
+    for section in text.split("\n=== ")[1:]:
+        header, *entries = section.split("\n\n# ")
+        number, name = header.split()
+        if int(number) != evening.number:
+            continue
+        source = read(name)
+        function = "\n" + "\n".join(cut_function(source, name)) + "\n"
+        for entry in entries:
+            title, *lines = entry.splitlines()
+            changed = function
+            for block in reversed("\n".join(lines).split("\n@@\n")):  # the last one first
+                old = keep_lines(block, " -")
+                assert function.count(old) == 1, (name, title, old)
+                start = function.index(old)
+                end = start + len(old)
+                changed = changed[:start] + keep_lines(block, " +") + changed[end:]
+            yield Body(name, f"{shorten(name)}: {title}", source.replace(function, changed))
+
+
+def keep_lines(block: str, marks: str) -> str:
+    """Return the lines that begin with one of `marks`, without it."""
+    return "\n".join(["", *[line[1:] for line in block.splitlines() if line[:1] in marks], ""])
 
 
 PAIRS = (
