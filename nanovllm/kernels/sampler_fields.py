@@ -5,7 +5,7 @@ without a change in kernels/, and only its own steps are slower.
 """
 
 from nanovllm.batch.batch import Filters, Noise
-from nanovllm.kernels.self_tests import report_once
+from nanovllm.utils.helpers import report_once
 
 _KNOWN = {"temperatures", "keys", "rows", "top_ks", "top_ps", "min_ps", "max_top_k"}
 

@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm.kernels.self_tests import catch_failure, check_backend, report_once
+from nanovllm.kernels.self_tests import catch_failure, check_backend
 from nanovllm.layers.attention import AttentionShape, Backend
+from nanovllm.utils.helpers import report_once
 
 
 class Registration(NamedTuple):

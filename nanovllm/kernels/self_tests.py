@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,9 +27,6 @@ from nanovllm.batch.packing import copy_to, to_device
 from nanovllm.layers import attention as reference
 from nanovllm.layers.attention import AttentionShape, Backend
 from nanovllm.utils.helpers import cdiv, report
-
-# For messages that would be the same for every step, or for every engine of this process.
-report_once = cache(report)
 
 
 def catch_failure(run: Callable[..., object], *arguments: object) -> str | None:

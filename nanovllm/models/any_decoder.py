@@ -36,7 +36,7 @@ from nanovllm.models.decoder import CausalLM
 from nanovllm.models.observation import OBSERVED, mixes_tokens, observe
 from nanovllm.models.recognized_layers import Replacement, check_ranks, list_kept
 from nanovllm.models.spec import ModelSpec
-from nanovllm.utils.helpers import report
+from nanovllm.utils.helpers import report_once
 
 PAGED = "nanovllm_paged"  # a name in transformers' table of attention functions
 
@@ -140,7 +140,7 @@ class AnyDecoder(CausalLM):
                 " their longest position, so a KV cache does not have all that a token needs"
             )
         rest = f"; runs as transformers has it: {', '.join(self.kept)}" if self.kept else ""
-        report(f"model: {self.title}{rest}")
+        report_once(f"model: {self.title}{rest}")
 
     def _run_alone(self, ids: Tensor, positions: Tensor) -> Tensor:
         """Compute hidden states in float32 while no token attends to another one."""

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,10 @@ def report(message: str) -> None:
     if sys.stderr is not None:  # print would take stdout
         with suppress(OSError):  # the reader has ended, or the disk is full
             print(f"nanovllm: {message}", file=sys.stderr, flush=True)
+
+
+# For messages that would be the same for each step, each update, or each engine of this process.
+report_once = cache(report)
 
 
 def run_program(main: Callable[[], None]) -> None:

@@ -159,7 +159,8 @@ class Meddler(Feature):
         self.has_nan = has_nan
         self.kv = {}
         self.num_cached = {}  # by sequence, at its first admission
-        self.counts = [0, 0]  # tokens of prefills and of decodes
+        self.num_tokens_of_steps = 0
+        self.num_decode_tokens = 0
         self.num_preemptions = 0
         self.finished_seqs = []
 
@@ -168,7 +169,6 @@ class Meddler(Feature):
         self.offered = {}  # tokens that could be scheduled, and those that are, by sequence
         self.admitted_seqs = []
         self.preempted = []
-        self.decodes = {}  # whether a sequence of the step decodes
 
     def limit_prefix(self, seq, prefix):
         self.prefix = prefix[: self.rng.randint(0, 2 * len(prefix))]
@@ -204,6 +204,20 @@ class Meddler(Feature):
             check_cached(self.scheduler, seq, min(end, seq.num_known_tokens))
 
     def planned(self, step):
+        budget = self.check_tokens(step)
+        running = self.scheduler.running
+        assert step.seqs == [seq for seq in running if seq in step.seqs]
+        self.num_preemptions += len(self.preempted)
+        assert self.scheduler.num_preemptions == self.num_preemptions
+        if budget > 0:
+            self.check_that_no_more_fits(step, budget)
+        if self.drafts:
+            self.append_drafts(step, budget)
+        self.decoding_seqs = [seq for index, seq in enumerate(step.seqs) if step.is_decode(index)]
+        self.write_kv(step)
+
+    def check_tokens(self, step):
+        """Check that only features and the budget cut chunks. Return the rest of the budget."""
         budget = self.scheduler.max_num_batched_tokens
         for seq, num_tokens, num_logits in step:
             num_missing = len(seq.token_ids) - seq.num_computed_tokens
@@ -213,18 +227,15 @@ class Meddler(Feature):
             is_cut = offered < num_missing and seq in self.admitted_seqs
             assert not is_cut or self.scheduler.splits_prompts or seq is step.seqs[0]
             assert scheduled == num_tokens
-            assert num_logits == (num_tokens == num_missing)
+            assert num_logits == (1 if num_tokens == num_missing else 0)
             budget -= num_tokens
         assert budget >= 0
-        self.num_preemptions += len(self.preempted)
-        assert self.scheduler.num_preemptions == self.num_preemptions
-        running = self.scheduler.running
-        assert step.seqs == [seq for seq in running if seq in step.seqs]
-        if budget > 0:
-            self.check_that_no_more_fits(step, budget)
+        return budget
+
+    def append_drafts(self, step, budget):
         for index, seq in enumerate(step.seqs):
             length = len(seq.token_ids)
-            if step.is_decode(index) and self.drafts:
+            if step.is_decode(index):
                 seq.token_ids += range(length, length + min(budget, self.rng.randint(0, 5)))
                 while not self.scheduler.block_manager.grow(seq):
                     seq.token_ids.pop()
@@ -232,10 +243,13 @@ class Meddler(Feature):
             step.num_tokens[index] += num_draft_tokens
             step.num_logits[index] += num_draft_tokens
             budget -= num_draft_tokens
-            self.decodes[seq] = step.is_decode(index)
+
+    def write_kv(self, step):
+        """Write the K/V of a step, and check those before it."""
+        block_size = self.scheduler.block_size
+        for seq, num_tokens, _ in step:
             start = seq.num_computed_tokens
-            block_size = self.scheduler.block_size
-            for position in range(start + step.num_tokens[index]):
+            for position in range(start + num_tokens):
                 slot = seq.block_table[position // block_size], position % block_size
                 if position >= start:
                     self.kv[slot] = seq.token_ids[0], position
@@ -261,8 +275,13 @@ class Meddler(Feature):
 
     def advanced(self, step):
         for seq, num_tokens, _ in step:
-            self.counts[self.decodes[seq]] += num_tokens
-        assert [self.scheduler.num_prefill_tokens, self.scheduler.num_decode_tokens] == self.counts
+            self.num_tokens_of_steps += num_tokens
+            if seq in self.decoding_seqs:
+                self.num_decode_tokens += num_tokens
+        scheduler = self.scheduler
+        assert scheduler.num_decode_tokens == self.num_decode_tokens
+        counted = scheduler.num_prefill_tokens + scheduler.num_decode_tokens
+        assert counted == self.num_tokens_of_steps
 
     def releasing(self, seq):
         assert seq.block_table
@@ -273,7 +292,9 @@ class Meddler(Feature):
             assert not self.scheduler.block_manager.free_block_ids
             self.preempted.append(seq)
         elif seq.finish_reason != "abort":
-            assert seq.num_computed_tokens >= len(seq.token_ids) - (not seq.ends_with_prompt)
+            num_tokens = len(seq.token_ids)
+            num_with_kv = num_tokens if seq.ends_with_prompt else num_tokens - 1
+            assert seq.num_computed_tokens >= num_with_kv
 
     def finished(self, seq, reason):
         assert seq.finish_reason == reason

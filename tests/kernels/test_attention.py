@@ -40,10 +40,11 @@ from kernel_helpers import (
 from nanovllm.batch import batch as batches
 from nanovllm.config import Config
 from nanovllm.kernels.cpu import attention as cpp_backend
-from nanovllm.kernels.select import BACKENDS, report_once, select_backend
+from nanovllm.kernels.select import BACKENDS, select_backend
 from nanovllm.kernels.self_tests import BatchShape, check_backend, compare_with_torch
 from nanovllm.layers import attention as torch_backend
 from nanovllm.layers.attention import AttentionShape, find_first_visible, make_cache
+from nanovllm.utils.helpers import report_once
 
 # num_heads, num_kv_heads, head_dim
 HEADS = [(8, 1, 16), (14, 2, 64), (6, 2, 80), (4, 2, 128), (2, 2, 256), (3, 1, 10)]

@@ -22,13 +22,14 @@ from kernel_helpers import (
 )
 
 from nanovllm import SamplingParams
-from nanovllm.kernels import replacement, select, self_tests
+from nanovllm.kernels import replacement, select
 from nanovllm.kernels.cpu import layers as cpu_layers
 from nanovllm.kernels.cpu import library
 from nanovllm.kernels.select import BACKENDS
 from nanovllm.kernels.self_tests import check_backend
 from nanovllm.layers import attention as torch_backend
 from nanovllm.models.decoder import Attention
+from nanovllm.utils.helpers import report_once
 
 
 @all_kernels
@@ -136,7 +137,7 @@ def test_small_blocks_on_a_gpu_are_explained_once(monkeypatch, capfd, forget_ker
 def forget_kernels():
     """Clear the caches of what works here, before and after the test."""
     cached = [library.reason_unavailable, library.load]
-    cached += [replacement.find_optimized_layers, self_tests.report_once]
+    cached += [replacement.find_optimized_layers, report_once]
     for function in cached:
         function.cache_clear()
     yield

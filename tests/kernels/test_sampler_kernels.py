@@ -13,8 +13,8 @@ from kernel_helpers import all_kernels, optimize
 
 from nanovllm import SamplingParams
 from nanovllm.batch.batch import SamplingBatch
-from nanovllm.kernels.self_tests import report_once
 from nanovllm.layers.sampler import Sampler
+from nanovllm.utils.helpers import report_once
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 all_kinds = pytest.mark.parametrize(

@@ -37,6 +37,7 @@ from transformers.models.qwen3 import modeling_qwen3
 from nanovllm import LLM
 from nanovllm.models import borrowed
 from nanovllm.models.decoder import MLP
+from nanovllm.utils.helpers import report_once
 
 GRANITE = dict(
     embedding_multiplier=0.7,
@@ -116,6 +117,7 @@ def test_low_precision_is_as_exact_as_transformers(tmp_path, name):
 )
 def test_what_is_not_replaced_is_named(tmp_path, capsys, name, kept):
     make_served(tmp_path, name, dtype=torch.bfloat16)
+    report_once.cache_clear()
     LLM(tmp_path, **POOL)
     line = next(line for line in capsys.readouterr().err.splitlines() if "model: " in line)
     assert line.partition("; runs as transformers has it: ")[2] == kept
