@@ -289,6 +289,12 @@ def test_roofline_reads_the_experts_of_all_tokens_and_multiplies_by_those_of_eac
     assert compute_seconds_of_weights(SLOW_PROCESSOR, **experts) == pytest.approx(0.2)
 
 
+def test_a_step_is_bound_by_flops_or_by_bytes_as_a_whole():
+    """Layers of 16,000 FLOPs and 2,000 bytes, and a head of 2,000 FLOPs and 2,000 bytes."""
+    peak = PeakRates(1e3, 4e3, "bfloat16")
+    assert compute_seconds_of_weights(peak, dense=1000, head=1000, num_tokens=8) == 18 / 4
+
+
 def test_roofline_reads_a_head_in_its_own_format():
     """Codes of 8 bits take 1 byte, and 6 bytes for 128 of them."""
     head = dict(head=128, num_tokens=1)

@@ -60,12 +60,12 @@ def test_grid(tiny, make_llm, way, block_size, policy, is_caching):
 
 def test_a_batch_looks_as_drawn_in_batch_py():
     """A prompt of 3 tokens, a decode at position 7, and the last chunk of a prompt of 6 tokens."""
-    tables = np.zeros((3, 4), np.int32)
+    tables = np.zeros((4, 4), np.int32)
     tables[0, :2] = [2, 6]  # copied when an earlier step entered the block
     runner = SimpleNamespace(block_tables=tables, block_size=4)
     step = Step()
     plans = [(0, 3, [5]), (7, 1, [2, 6]), (4, 2, [1, 9])]
-    for lane, (num_computed, num_tokens, block_table) in zip((2, 0, 1), plans):
+    for lane, (num_computed, num_tokens, block_table) in zip((1, 0, 3), plans):
         seq = Sequence(lane, list(range(10, 20)), SamplingParams())
         seq.lane = lane
         seq.block_table = block_table
@@ -76,8 +76,8 @@ def test_a_batch_looks_as_drawn_in_batch_py():
         DRAWN_BATCH,
         input_ids=[10, 11, 12, 17, 14, 15],
         block_tables=[[5, 0], [2, 6], [1, 9]],
-        read_slots=[4, 2, 3],  # those of the lanes
-        write_slots=[4, 2, 3],
+        read_slots=[3, 2, 5],  # those of the lanes
+        write_slots=[3, 2, 5],
     )
     for name, value in vars(batch).items():
         assert np.asarray(value).tolist() == expected[name], name

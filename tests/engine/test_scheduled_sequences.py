@@ -80,8 +80,9 @@ def test_only_the_newest_token_is_a_stop_token():
         (dict(params=SamplingParams(max_tokens=9), max_model_len=6), 1),
         (dict(params=SamplingParams(max_tokens=2), max_model_len=60), 2),
         (dict(params=SamplingParams(max_tokens=2, min_tokens=2)), 2),
+        (dict(params=SamplingParams(max_tokens=9, min_tokens=5), max_model_len=7), 2),
     ],
-    ids=["max_model_len", "max_tokens", "min_tokens"],
+    ids=["max_model_len", "max_tokens", "min_tokens", "min_tokens beyond max_model_len"],
 )
 def test_each_limit_ends_a_sequence(limits, num_tokens):
     """Also while its last token is pending, so that nothing is computed beyond the limit."""
@@ -95,6 +96,35 @@ def test_each_limit_ends_a_sequence(limits, num_tokens):
     assert scheduler.schedule().seqs == []
     scheduler.postprocess(step, [[7]])
     assert (seq.finish_reason, len(seq.token_ids)) == ("length", 5 + num_tokens)
+
+
+class CheckedSequence(Sequence):
+    """A sequence whose end is that of a grammar, which consumes each token that is checked."""
+
+    def check_end(self):
+        self.checked.append(self.token_ids[-1])
+        return "error" if self.checked.count(9) > 1 else "stop" if 9 in self.checked else None
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_each_token_is_checked_once_and_when_it_is_known(overlaps):
+    scheduler = make_scheduler()
+    seq = CheckedSequence(0, [1, 2, 3], SamplingParams(max_tokens=5))
+    seq.checked = []
+    scheduler.add(seq)
+    in_flight = Step(), []
+    for token_id in (7, 8, 9):
+        step = scheduler.schedule()
+        if overlaps:
+            scheduler.postprocess(*in_flight)
+        scheduler.advance(step)
+        in_flight = step, [[token_id]]
+        if not overlaps:
+            scheduler.postprocess(*in_flight)
+    if overlaps:
+        scheduler.schedule()
+        scheduler.postprocess(*in_flight)
+    assert (seq.checked, seq.finish_reason) == ([7, 8, 9], "stop")
 
 
 def test_a_sequence_that_ends_with_its_prompt_keeps_no_token():

@@ -75,7 +75,7 @@ def test_a_feature_learns_of_each_token_that_enters_a_block():
     scheduler.add(make_sequence(0, prompt_len=15, max_tokens=9))
     in_flight = scheduler.schedule()
     scheduler.advance(in_flight)
-    for _ in range(3):
+    for _ in range(2):  # the next token is within a block
         step = scheduler.schedule()
         scheduler.postprocess(in_flight, [[7]])
         scheduler.advance(step)

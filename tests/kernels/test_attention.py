@@ -212,6 +212,29 @@ def test_torch_backend_caps_scores_and_adds_sinks(field, window):
     compare_with_definition(([1, 40, 7], [17, 41, 7]), (4, 2, 16), 16, shape)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("field", [{}, {"softcap": 0.5}], ids=str)
+def test_torch_backend_returns_the_dtype_of_the_query(dtype, field):
+    query, kv_cache, batch = make_step(([1, 40], [17, 41]), (4, 2, 16), 16, dtype)
+    shape = AttentionShape(4, 2, 16, SCALE, **field)
+    output = torch_backend.attend(query, kv_cache, batch, shape)
+    assert output.dtype == dtype
+    expected = attend_by_definition(query, kv_cache, batch, shape)
+    torch.testing.assert_close(output.double(), expected, atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("tables", [[[5, 2], [5, 3]], [[5, 2], [6, 2]], [[5, 2], [5, 2]]], ids=str)
+def test_sequences_can_share_some_of_their_blocks(tables):
+    torch.manual_seed(0)
+    kv_cache = torch.randn(2, 8, 4, 2, 16)
+    query = torch.randn(2, 4, 16)
+    batch = make_batch([1, 1], [6, 6], torch.tensor(tables, dtype=torch.int32))
+    shape = make_shape(4, 2, 16)
+    expected = attend_by_definition(query, kv_cache, batch, shape)
+    output = torch_backend.attend(query, kv_cache, batch, shape)
+    torch.testing.assert_close(output.double(), expected, atol=5e-6, rtol=0)
+
+
 def test_torch_backend_holds_one_tile_of_the_mask(monkeypatch):
     sizes = []
     compute = F.scaled_dot_product_attention

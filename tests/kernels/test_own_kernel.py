@@ -59,6 +59,27 @@ def test_large_scores_do_not_overflow(attend):
     assert torch.allclose(attend(query, kv_cache, batch, 1.0), expected, atol=1e-4)
 
 
+@EACH_ATTEND
+def test_scores_far_below_0_do_not_vanish(attend):
+    """exp(-200) is 0 in float32, so a sum of them would be."""
+    query, kv_cache, batch = make_inputs(1, 1, 8, [9])
+    query.fill_(5.0)
+    kv_cache[0] -= 5.0
+    expected = attention.attend(query, kv_cache, batch, AttentionShape(1, 1, 8, 1.0))
+    assert torch.allclose(attend(query, kv_cache, batch, 1.0), expected, atol=1e-4)
+
+
+def test_splits_have_whole_blocks():
+    """Of three blocks, the fourth split has none."""
+    query, kv_cache, batch = make_inputs(1, 1, 8, [12])
+    largest, totals = torch.zeros(2, 1, 1, 4)
+    outputs = torch.zeros(1, 1, 4, 8)
+    arguments, sizes = own_kernel.list_arguments(query, kv_cache, batch)
+    own_kernel.attend_split_kernel[(1, 1, 4)](*arguments, largest, totals, outputs, 1.0, *sizes, 4)
+    assert (totals[0, 0] > 0).tolist() == [True, True, True, False]
+    assert largest[0, 0].isfinite().tolist() == [True, True, True, False]
+
+
 def test_scores_that_grow_and_fall():
     """The largest score comes in the first block, in a middle one, or in the last."""
     query, kv_cache, batch = make_inputs(1, 1, 8, [40] * 3)

@@ -113,6 +113,13 @@ def test_filters_of_a_row_do_not_depend_on_those_of_another():
         assert filtered.isfinite().sum(1).tolist() == num_kept
 
 
+def test_a_greedy_row_has_no_noise():
+    """The first of equal logits is its token, also beside a random row."""
+    params = [SamplingParams(temperature=0.0), SamplingParams()]
+    for seed in range(5):
+        assert sample(torch.zeros(2, 50), params, [seed] * 2, [0, 0])[0] == 0
+
+
 def test_all_rows_of_a_draft_are_filtered():
     """They belong to one sequence."""
     greedy, other, drafting = (

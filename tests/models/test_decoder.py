@@ -6,6 +6,7 @@ import torch
 from conftest import make_shape
 from torch import nn
 
+from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import RopeSpec, RotaryEmbedding, apply_rotary
 from nanovllm.models.decoder import Attention, Decoder, DecoderLayers
 
@@ -63,6 +64,26 @@ def test_a_rank_has_a_part_of_the_heads():
     assert output.tolist() == [[0, 1, 2, 3, 4, 5], [12, 13, 14, 15, 16, 17]]
     assert (key[0].tolist(), value[0].tolist()) == ([[6, 7, 8]], [[9, 10, 11]])
     assert query.shape == (2, 2, 3)
+
+
+def test_heads_are_normalized_before_they_are_rotated():
+    norm = RMSNorm(4, 1e-6, torch.float32)
+    norm.weight.data = torch.arange(1.0, 5.0)
+    layer = make(Attention)
+    heads = torch.randn(3, 2, 4)
+    rotated = layer.norm_and_rotate(heads, norm, rotate_by(0.7))
+    assert torch.equal(rotated, apply_rotary(norm(heads), *rotate_by(0.7)))
+
+
+def test_all_layers_compute_a_step_without_rows():
+    """A chunk has no row of logits, and its K/V are needed."""
+    computed = []
+    layers = DecoderLayers([nn.Identity(), nn.Identity()])
+    for layer in layers:
+        layer.forward = lambda x, cos_sins, kv_cache, batch: computed.append(kv_cache) or x
+    batch = SimpleNamespace(logits_indices=torch.tensor([], dtype=torch.int32))
+    assert layers(torch.zeros(3, 4), [], ["first", "second"], batch).shape == (0, 4)
+    assert computed == ["first", "second"]
 
 
 def test_wanted_rows_need_not_be_the_last_ones():

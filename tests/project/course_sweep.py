@@ -5,7 +5,8 @@
                                                   statement
     python tests/project/course_sweep.py 3 all    all changes, which takes up to an hour
 
-It prints which test fails first, and the bodies that no test notices.
+It prints which test fails first, the wrong bodies that no test notices, and the right bodies of
+wrong_bodies.diff that a test does.
 """
 
 import ast
@@ -34,6 +35,7 @@ class Body(NamedTuple):
     name: str  # of the function
     label: str
     source: str  # of the whole file
+    is_right: bool = False  # no test may notice it
 
 
 def read(name: str) -> str:
@@ -68,7 +70,9 @@ def make_wrong(evening: Evening) -> Iterator[Body]:
                 start = function.index(old)
                 end = start + len(old)
                 changed = changed[:start] + keep_lines(block, " +") + changed[end:]
-            yield Body(name, f"{shorten(name)}: {title}", source.replace(function, changed))
+            label = f"{shorten(name)}: {title}"
+            is_right = title.startswith("Right: ")
+            yield Body(name, label, source.replace(function, changed), is_right)
 
 
 def keep_lines(block: str, marks: str) -> str:
@@ -178,19 +182,22 @@ def describe(before: list[str], after: list[str]) -> str:
 
 
 def sweep(bodies: list[Body], forks: Forks) -> list[str]:
-    """Run the tests that call a function with each of its bodies. Return the unnoticed ones."""
+    """Run the tests that call a function with each of its bodies.
+
+    Return the wrong bodies that no test notices, and the right ones that a test does.
+    """
     callers = forks.find_callers(list(dict.fromkeys([body.name for body in bodies])))
-    unnoticed: list[str] = []
-    for name, label, source in bodies:
+    mistaken: list[str] = []
+    for name, label, source, is_right in bodies:
         tests = callers[name]
         # A loop that does not end is noticed, too.
         time_limit = 20 + 3 * int(sum(tests.values()))
         failed = forks.run(list(tests), partial(set_body, name, source), time_limit)
         outcome = "no end" if failed is None else failed[0] if failed else "no test"
         print(f"{label} | {outcome}", flush=True)
-        if failed == []:
-            unnoticed.append(label)
-    return unnoticed
+        if (failed == []) != is_right:
+            mistaken.append(label)
+    return mistaken
 
 
 def main(number: str, amount: str = "") -> int:
@@ -203,10 +210,10 @@ def main(number: str, amount: str = "") -> int:
     else:
         chosen = random.Random(evening.number).sample(changes, NUM_CHANGES)
         bodies = [*make_empty(evening), *make_wrong(evening), *chosen]
-    unnoticed: list[str] = []
-    run_forks(evening.tests, lambda forks: unnoticed.extend(sweep(bodies, forks)))
-    print(f"\nunnoticed, {len(unnoticed)} of {len(bodies)}:", *unnoticed, sep="\n")
-    return len(unnoticed)
+    mistaken: list[str] = []
+    run_forks(evening.tests, lambda forks: mistaken.extend(sweep(bodies, forks)))
+    print(f"\nmistaken, {len(mistaken)} of {len(bodies)}:", *mistaken, sep="\n")
+    return len(mistaken)
 
 
 if __name__ == "__main__":
