@@ -24,7 +24,7 @@ BYTES_PER_TOKEN = 16  # of a long prompt, also as token ids, or in escapes such 
 SPARE_BYTES = 2**21  # for tools and schemas, or for several prompts
 LARGE_BYTES = 2**18  # longer bodies are parsed one at a time
 BODY_SECONDS = 30  # for a body to arrive
-CONSTRAINTS = (b'"response_format"', b'"structured_outputs"', b'"tool_choice"')
+CONSTRAINTS = {"response_format", "structured_outputs", "tool_choice"}
 MAX_CONSTRAINED = 64  # bodies that may have a constraint, while a grammar is being compiled
 
 
@@ -50,13 +50,18 @@ class Bodies:
     async def _read(self, request: Request, parse: Callable[[JsonObject], T]) -> T:
         max_bytes = SPARE_BYTES + BYTES_PER_TOKEN * self.engine.llm.max_model_len
         data = await receive(request, max_bytes)
-        return await until_disconnect(request, self._parse(data, lambda: parse(load(data))))
+        return await until_disconnect(request, self._parse(data, parse))
 
-    async def _parse(self, data: bytearray, work: Callable[[], T]) -> T:
-        """Run `work` on a body in a thread."""
+    async def _parse(self, data: bytearray, parse: Callable[[JsonObject], T]) -> T:
+        """Load and parse a body in a thread."""
         run_in = asyncio.get_running_loop().run_in_executor
-        if not any(name in data for name in CONSTRAINTS):
-            return await run_in(self.large if len(data) > LARGE_BYTES else None, work)
+        executor = self.large if len(data) > LARGE_BYTES else None
+
+        def work() -> T:
+            return parse(load(data))
+
+        if not await run_in(executor, has_constraint, data):
+            return await run_in(executor, work)
         # Without a grammar that is being compiled, even many bodies wait for milliseconds only.
         if self.num_constrained >= MAX_CONSTRAINED and compiling:
             raise ApiError("too many grammars wait to be compiled: try again later", status=503)
@@ -101,6 +106,14 @@ def load(data: bytearray) -> JsonObject:
     if not isinstance(body, dict):
         raise ApiError(f"the body must be a JSON object, not {show(body)}")
     return body
+
+
+def has_constraint(data: bytearray) -> bool:
+    """Return whether a body may have a constraint. Its names can be escaped, or in UTF-16."""
+    if any(name.encode() in data for name in CONSTRAINTS):
+        return True
+    is_plain = b"\\u00" not in data and b"\0" not in data
+    return not is_plain and not CONSTRAINTS.isdisjoint(load(data))
 
 
 async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:

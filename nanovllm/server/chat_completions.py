@@ -23,7 +23,7 @@ from nanovllm.server.parameters import (
 )
 from nanovllm.server.replies import Generation, Reply
 from nanovllm.server.token_texts import Token
-from nanovllm.text.chat_template import Tool, uses_tools
+from nanovllm.text.chat_template import Tool, prepare_messages, uses_tools
 from nanovllm.text.detokenizer import Detokenizer
 from nanovllm.text.vocabulary import END_THINK, THINK, Vocabulary
 from nanovllm.utils.checks import check_bool, check_int, check_str, check_type, invalid
@@ -66,7 +66,8 @@ def find_last_tag(given: JsonObject, prompt: list[int], vocabulary: Vocabulary) 
     follow it. It then begins with <think>, as a reply does, and goes on to the first </think>.
     """
     if given.get("continue_final_message"):
-        content = str(given["messages"][-1].get("content")).lstrip()
+        (message,) = prepare_messages(given["messages"][-1:])
+        content = message["content"].lstrip()
         if content.startswith(THINK):
             return END_THINK if END_THINK in content else THINK
     end = "".join(map(vocabulary.name, prompt[-NUM_TAG_TOKENS:]))
@@ -77,6 +78,7 @@ def find_last_tag(given: JsonObject, prompt: list[int], vocabulary: Vocabulary) 
 def _read_params(given: JsonObject, llm: LLM, constraint: Any, num_top: int) -> SamplingParams:
     max_tokens: Any = given.get("max_tokens", llm.max_model_len)
     if "max_completion_tokens" in given:
+        check_int("max_tokens", max_tokens, 1)
         max_tokens = check_int("max_completion_tokens", given["max_completion_tokens"], 1)
     # In a chat, `logprobs` is a bool.
     has_logprobs = check_bool("logprobs", given.get("logprobs", False))

@@ -65,10 +65,25 @@ def parse_completion(model: str, body: JsonObject, llm: LLM) -> Generation:
 def _read_echo(prompt: Prompt, token_ids: list[int], llm: LLM) -> Echo:
     """Return a prompt as it was sent. A prompt of token ids is decoded.
 
-    A character that the prompt begins and the completion continues belongs to the completion.
+    A character that the prompt begins and the completion continues belongs to the completion. A
+    special token has text if it was sent as text.
     """
-    pieces = GeneratedText(Detokenizer(llm.tokenizer, [])).list_pieces(token_ids, is_last=False)
-    return prompt if isinstance(prompt, str) else "".join(pieces), pieces
+
+    def list_pieces(hidden_ids: frozenset[int] | None) -> list[str]:
+        text = GeneratedText(Detokenizer(llm.tokenizer, [], hidden_ids))
+        return text.list_pieces(token_ids, is_last=False)
+
+    pieces = list_pieces(None)
+    if not isinstance(prompt, str):
+        return "".join(pieces), pieces
+    sent = list_pieces(frozenset())
+    num_added = len("".join(sent)) - len(prompt)  # characters of tokens that were not sent
+    index = 0
+    while num_added > 0 and index < len(sent):
+        num_added -= len(sent[index])
+        sent[index] = ""
+        index += 1
+    return prompt, sent if "".join(sent) == prompt else pieces
 
 
 @dataclass

@@ -103,7 +103,9 @@ def write_required(tools: ToolChoice) -> str:
 
 def read_format(given: JsonObject) -> str | None:
     """Return response_format as an expression of a grammar, if it constrains the text."""
-    response_format: Any = given.get("response_format") or {"type": "text"}
+    response_format: Any = given.get("response_format", {})
+    if response_format == {}:
+        return None
     prefix = "response_format."
     strict = False
     match response_format:
@@ -111,7 +113,9 @@ def read_format(given: JsonObject) -> str | None:
             select(response_format, {"type"}, prefix)
             return None
         case {"type": "json_object"}:
-            schema = response_format.get("schema") or {"type": "object"}
+            schema = response_format.get("schema")
+            if schema is None or schema == {}:
+                schema = {"type": "object"}
             keys = {"type", "schema"}  # the schema is an extension of llama.cpp
         case {"type": "json_schema", "json_schema": {"schema": schema} as details}:
             keys = {"type", "json_schema"}
@@ -158,6 +162,8 @@ def write_grammar(tools: list[Tool], is_parallel: bool, *others: str) -> str:
         function = tool["function"]
         head = f'{TOOL_CALL}\n{{"name": "{function["name"]}", "arguments": '
         parameters = function.get("parameters") or {}
+        if "type" in parameters:  # an object is one of several types
+            parameters = {**parameters, "type": "object"}
         defaults = {} if COMBINATIONS & parameters.keys() else OBJECT
         is_strict = function.get("strict") is True
         schema = write_schema({**defaults, **parameters, "x-guidance": {}}, JSON_STYLE, is_strict)

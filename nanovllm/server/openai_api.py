@@ -74,6 +74,7 @@ class Api:
             self.post("/tokenize", tokenize),
             self.post("/detokenize", detokenize),
             Route("/v1/models", self.list_models),
+            Route("/v1/models/", self.list_models),
             Route("/v1/models/{name:path}", self.show_model),
             Route("/version", respond({"version": __version__}), methods=["GET"]),
             Route("/ping", self.check_health),
@@ -84,6 +85,7 @@ class Api:
         errors = (HTTPException, ClientDisconnect, ApiError, Exception)
         handlers: Any = dict.fromkeys(errors, handle_error)
         app = Starlette(routes=routes, exception_handlers=handlers)
+        app.router.redirect_slashes = False  # a redirect has no JSON, and names any host
         return Middleware(app, self.metrics, self.allowed_origins, is_local)
 
     def post(self, path: str, endpoint: Endpoint) -> Route:

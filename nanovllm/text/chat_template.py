@@ -14,6 +14,7 @@ from typing import Any
 
 from nanovllm.text.foreign_code import call_foreign
 from nanovllm.utils.checks import check_bool, check_choice, check_type, invalid, show
+from nanovllm.utils.helpers import as_list
 
 JsonObject = dict[str, Any]
 # {"role": one of ROLES, "content": text}, where the text is a str or a list of parts
@@ -97,7 +98,7 @@ def check_tools(tools: Any) -> list[Tool]:
     for name, tool in _list_dicts("tools", tools):
         parameters = _read_function(name, tool).get("parameters")
         is_object = parameters is None or (
-            isinstance(parameters, dict) and parameters.get("type", "object") == "object"
+            isinstance(parameters, dict) and "object" in as_list(parameters.get("type", "object"))
         )
         _require(is_object, f"{name}.function.parameters", "a schema of an object", parameters)
     return list(tools)

@@ -98,6 +98,22 @@ def test_compiling_grammars_delays_neither_other_bodies_nor_clients_that_disconn
     assert parsed == [0, 1, "x", 2]
 
 
+@pytest.mark.parametrize(
+    "data, expected",
+    [
+        (b'{"response_format": 1}', True),
+        (b'{"response\\u005fformat": 1}', True),
+        (json.dumps({"tool_choice": 1}).encode("utf-16"), True),
+        (b'{"prompt": "response\\u005fformat"}', False),
+        (json.dumps({"prompt": "\u00e9 \u4f60"}).encode(), False),
+        (b'{"prompt": "x"}', False),
+    ],
+)
+def test_a_body_with_a_constraint_is_recognized(data, expected):
+    """It has threads of its own, also if its names are escaped."""
+    assert bodies.has_constraint(bytearray(data)) == expected
+
+
 def test_parsing_a_body_leaves_the_garbage_collector_of_other_threads_alone():
     reader = make_reader()
     assert asyncio.run(read(reader, {"prompt": "x"}, lambda _: gc.isenabled()))

@@ -174,6 +174,14 @@ def test_a_required_call_has_only_arguments_of_its_schema(llm):
     assert allowed == [True, True, False, False]
 
 
+@pytest.mark.parametrize("type_names", ["object", ["object"], ["object", "null"]], ids=str)
+def test_arguments_are_an_object_if_they_can_be_one(llm, type_names):
+    tool = make_tool({**PAIR, "type": type_names})
+    parse(llm, tools=[tool])
+    calls = [make_call(TEXT), make_call("null")]
+    assert allow(llm, *calls, tools=[tool], tool_choice="required") == [True, False]
+
+
 def test_a_named_function_is_called_once(llm):
     """As in vLLM, whatever parallel_tool_calls says."""
     named = {"type": "function", "function": {"name": "add"}}
@@ -210,6 +218,7 @@ def continue_message(content):
         ("<think>", REST, {"tools": [TOOL], "tool_choice": "required"}, CALL),
         ("", REST, continue_message("<think>I"), TEXT),
         ("", ALONE, continue_message("<think></think>So"), TEXT),
+        ("", REST, continue_message([{"type": "text", "text": "<think>I"}]), TEXT),
     ],
 )
 def test_a_constraint_holds_after_the_thoughts(llm, start, expected, options, text):

@@ -176,6 +176,7 @@ def test_a_model_can_be_retrieved_by_its_name(url):
         client.models.retrieve("other")
     assert caught.value.code == "model_not_found"
     assert CLIENT.get(f"{url}/v1/models/{MODEL}").status_code == 401
+    assert CLIENT.get(f"{url}/v1/models/", headers=HEADERS).json()["object"] == "list"
 
 
 def test_unknown_paths_and_methods_are_named(url):
@@ -184,6 +185,9 @@ def test_unknown_paths_and_methods_are_named(url):
     message = response.json()["error"]["message"]
     expected = "Not Found: GET /v1/images. The endpoints are /v1/completions, /v1/chat/comp"
     assert message.startswith(expected)
+    response = CLIENT.post(f"{url}/v1/completions/", headers={"Host": "other"}, json={})
+    assert response.status_code == 404, "it is not redirected to a host of the client's choice"
+    assert "The endpoints are" in response.json()["error"]["message"]
     response = CLIENT.get(f"{url}/v1/completions")
     assert response.status_code == 405
     assert response.headers["allow"] == "POST"

@@ -120,6 +120,17 @@ def test_a_prompt_is_echoed_as_it_was_sent(llm, prompt):
     assert found["top_logprobs"][0] is None
 
 
+def test_a_special_token_that_was_sent_as_text_has_text(llm):
+    """The first token, which the tokenizer adds, has none."""
+    prompt = "</s>axb"
+    if llm.tokenizer.decode(llm.tokenizer.encode(prompt)) != f"<s>{prompt}":
+        pytest.skip("this tokenizer adds a space, which was not sent")
+    found = ask_whole(llm, prompt=prompt, echo=True, max_tokens=1)["logprobs"]
+    assert found["tokens"][:2] == ["<s>", "</s>"]
+    assert found["text_offset"][:3] == [0, 0, 4]
+    assert found["text_offset"][-1] == len(prompt)
+
+
 def test_a_prompt_of_ids_is_echoed_up_to_its_last_whole_character(llm):
     ids = llm.tokenizer.encode("a 你", add_special_tokens=False)
     for end in range(len(ids) - 2, len(ids)):
