@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from nanovllm.utils.checks import naming
+from nanovllm.utils.checks import naming, show
 from nanovllm.utils.helpers import read_json
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -61,6 +61,9 @@ class TensorFiles:
 
     def __contains__(self, name: str) -> bool:
         return name in self._stored
+
+    def list_names(self) -> list[str]:
+        return list(self._stored)
 
     def list_unread(self) -> list[str]:
         """Return the names of tensors that were not opened, in their order."""
@@ -120,6 +123,8 @@ class TensorFiles:
         for name in given.list_names():
             if name in self:
                 tensor, stored = given.open(name).cpu(), self.read(name)
+                if tensor.dtype.itemsize == 1:  # torch promotes no float8
+                    tensor = tensor.float()
                 dtype = torch.promote_types(tensor.dtype, stored.dtype)
                 if not torch.equal(tensor.to(dtype), stored.to(dtype)):
                     return False
@@ -129,7 +134,7 @@ class TensorFiles:
 class GivenTensors(TensorFiles):
     """Tensors in memory, by the names that transformers gives them, in place of files.
 
-    Raises ValueError if two have one name.
+    Raises TypeError for anything else, and ValueError if two have one name.
     """
 
     def __init__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -137,8 +142,13 @@ class GivenTensors(TensorFiles):
         self._opened = set()
         self._stored = {}
         self._tensors: dict[str, Tensor] = {}
-        for stored_name, tensor in tensors:
-            name = normalize(stored_name)
+        for pair in tensors:
+            match pair:
+                case (str(stored_name), Tensor() as tensor):
+                    name = normalize(stored_name)
+                case _:
+                    meaning = "a state dict, or pairs of a name and a tensor"
+                    raise TypeError(f"tensors must be {meaning}, not {show(pair)}")
             if name in self._tensors:
                 raise ValueError(f"{stored_name} is given twice, or in two forms of its name")
             self._tensors[name] = tensor.detach()
@@ -153,17 +163,19 @@ class GivenTensors(TensorFiles):
                 self._tensors[name] = files.read(name)
                 self._stored[name] = (self.directory, name)
 
-    def list_names(self) -> list[str]:
-        return list(self._stored)
-
     def open(
         self, name: str, shape: list[int] | None = None, dtypes: Iterable[str] = FLOATS
     ) -> Tensor:
         tensor = self._tensors[name]
         self._opened.add(name)
-        if not tensor.is_floating_point() or (shape is not None and list(tensor.shape) != shape):
+        has_shape = shape is None or list(tensor.shape) == shape
+        is_dense = tensor.layout == torch.strided and not tensor.is_meta
+        if not (has_shape and is_dense and tensor.is_floating_point()):
             found = f"{list(tensor.shape)} of {tensor.dtype}"
-            raise ValueError(f"tensor {name} is {found}, the model needs {shape} of floats")
+            if not is_dense:
+                found += f", {tensor.layout} on {tensor.device}"
+            needed = f"dense floats of shape {shape or list(tensor.shape)}"
+            raise ValueError(f"tensor {name} is {found}, the model needs {needed}")
         return tensor
 
 

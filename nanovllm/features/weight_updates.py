@@ -23,13 +23,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from nanovllm.checkpoints.checkpoint import read_config
 from nanovllm.checkpoints.tensor_files import GivenTensors, TensorFiles
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.outputs import RequestOutput
 from nanovllm.engine.request import Inbox
 from nanovllm.features.thread_safety import ThreadSafeEngine
 from nanovllm.models import weights
-from nanovllm.utils.checks import check_choice
+from nanovllm.utils.checks import check_choice, check_type
 from nanovllm.worker.device import engine_settings
 from nanovllm.worker.memory import release_free_memory
 from nanovllm.worker.startup import allocate_caches, optimize, release_caches
@@ -50,20 +51,43 @@ class UpdatableEngine(ThreadSafeEngine):
         `tensors` have transformers' names, in any order, and any dtype of floats and device. Raises
         ValueError, and changes nothing, for missing, unexpected, repeated or misshapen tensors.
         """
+        self._raise_if_stopped()
         worker = self.executor.worker
         self._check_one_rank()
         if worker.spec.quantization.format is not None:
             raise ValueError("update_weights needs a checkpoint that is not stored quantized")
-        given = GivenTensors(tensors.items() if isinstance(tensors, Mapping) else tensors)
-        stored = worker.open_weights() if worker.has_mtp_head else None
-        if stored is not None:
-            given.add_mtp_head(stored)
-        with torch.inference_mode(False):  # on `meta`, to find what does not match
+        check_type("tensors", tensors, (Iterable,), "a state dict, or pairs of names and tensors")
+        pairs = list(tensors.items() if isinstance(tensors, Mapping) else tensors)
+        try:
+            given = self._match(pairs)
+        except ValueError:  # names of some families, such as Mixtral, differ from those in files
+            # Modeling code of transformers takes seconds to import.
+            from nanovllm.models.borrowed import find_stored_form
+
+            stored = find_stored_form(read_config(worker.directory), dict(pairs))
+            if stored is None:
+                raise
+            given = self._match(stored.items())
+        self._take_turn(self._update_weights, given)
+
+    def _match(self, tensors: Iterable[tuple[str, Tensor]]) -> GivenTensors:
+        """Raise ValueError for what does not match the model, which is on `meta`."""
+        worker = self.executor.worker
+        given = GivenTensors(tensors)
+        files = worker.open_weights() if worker.has_mtp_head else None
+        if files is not None:
+            given.add_mtp_head(files)
+        with torch.inference_mode(False):
             model = weights.make_model(
                 worker.spec, worker.backend, given, worker.tp, worker.has_mtp_head
             )
             weights.load_checkpoint(model, given)
-        self._take_turn(self._update_weights, given)
+        return given
+
+    def _raise_if_stopped(self) -> None:
+        """Raise RuntimeError if neither an update nor `wake_up` can let the engine go on."""
+        if self.executor.stop_reason not in (_ASLEEP, _INCOMPLETE):
+            self.executor.raise_if_stopped()
 
     def sleep(self, level: int = 1) -> None:
         """Release the KV cache. Weights of a GPU move to the host, or with level 2 are dropped.
@@ -115,8 +139,7 @@ class UpdatableEngine(ThreadSafeEngine):
     def _update_weights(self, given: GivenTensors) -> None:
         worker = self.executor.worker
         executor = self.executor
-        if executor.stop_reason not in (_ASLEEP, _INCOMPLETE):
-            executor.raise_if_stopped()
+        self._raise_if_stopped()
         with engine_settings(self.device):
             self._complete()
         self._report_weights(is_original=False)  # first, because an interrupt can follow

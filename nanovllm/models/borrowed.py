@@ -55,6 +55,22 @@ def make_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     return model.eval()
 
 
+def find_stored_form(
+    config: PretrainedConfig, tensors: dict[str, Tensor]
+) -> dict[str, Tensor] | None:
+    """Return a state dict of transformers as `save_pretrained` stores it.
+
+    None: it is stored as it is, or it is no state dict of this model.
+    """
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    own = model.state_dict()
+    is_own = tensors.keys() <= own.keys()
+    if not is_own or revert_weight_conversion(model, own).keys() == own.keys():
+        return None
+    return revert_weight_conversion(model, tensors)
+
+
 def set_functions(model: PreTrainedModel, attention: str, experts: str) -> None:
     """Choose the attention function of a model, by its registered name, and that of experts.
 

@@ -79,7 +79,7 @@ def load_checkpoint(model: CausalLM, files: TensorFiles, format: Format | None =
     Raises ValueError if the two do not match or a file is damaged.
     """
     targets = _find_targets(model)
-    if not any(name.startswith(model.prefix) for name in files.list_unread()):
+    if not any(name.startswith(model.prefix) for name in files.list_names()):
         # The decoder was saved without its head, so `normalize` has added "model.".
         targets = {name.replace(model.prefix, "model.", 1): each for name, each in targets.items()}
     if model.head_name in files and model.head_name not in targets:

@@ -121,6 +121,20 @@ def test_a_constraint_holds_whatever_a_function_does(demo):
     assert output["finish_reason"] == "stop"
 
 
+def test_a_function_that_leaves_nothing_of_a_constraint_is_an_error(demo):
+    """Otherwise token 0 would be sampled, which ends a text here."""
+
+    def allow_one(tokens, logits):
+        return torch.full_like(logits, -torch.inf).index_fill(0, torch.tensor([7]), 0.0)
+
+    params = SamplingParams(
+        logits_processors=[allow_one], structured_outputs={"choice": ["abc"]}, seed=1
+    )
+    with pytest.warns(RuntimeWarning, match="NaN"):
+        (output,) = demo.generate("Once", params)
+    assert (output["finish_reason"], output["token_ids"]) == ("error", [])
+
+
 def test_functions_are_checked(tiny):
     for value in (3, [3], "f", {"f": ban(1)}):
         with pytest.raises((TypeError, ValueError), match="logits_processors"):

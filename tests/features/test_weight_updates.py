@@ -119,6 +119,18 @@ def use_integers(tensors):
     tensors["model.norm.weight"] = tensors["model.norm.weight"].int()
 
 
+def leave_on_meta(tensors):
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to("meta")
+
+
+def make_sparse(tensors):
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to_sparse()
+
+
+def use_numpy(tensors):
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].numpy()
+
+
 def repeat(tensors):
     tensors["norm.weight"] = tensors["model.norm.weight"]
 
@@ -129,7 +141,10 @@ def repeat(tensors):
         (drop, "missing tensors: model.norm.weight"),
         (add, "unexpected tensors: model.layers.0.extra.weight"),
         (cut, r"model.norm.weight is \[31\]"),
-        (use_integers, "torch.int32"),
+        (use_integers, "model.norm.weight is .* torch.int32, .* needs dense floats"),
+        (leave_on_meta, "model.norm.weight is .* on meta"),
+        (make_sparse, "model.norm.weight is .* torch.sparse_coo"),
+        (use_numpy, "tensors must be a state dict, or pairs of a name and a tensor"),
         (repeat, "norm.weight is given twice"),
     ],
 )
@@ -137,10 +152,33 @@ def test_what_does_not_match_changes_nothing(pair, expected, engine, change, mes
     tensors = dict(pair[2].state_dict())
     change(tensors)
     generate_ids(engine, PROMPTS, greedy(8))
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         engine.update_weights(tensors)
     assert generate_ids(engine, PROMPTS, greedy(8)) == expected[0]
     assert engine.stats["num_cached_tokens"] > 0
+
+
+@pytest.mark.parametrize("tensors", [None, 3, {1: torch.ones(1)}, [("a",)]], ids=str)
+def test_what_is_no_state_dict_is_a_type_error(engine, tensors):
+    with pytest.raises(TypeError, match="tensors must be a state dict"):
+        engine.update_weights(tensors)
+
+
+def test_an_update_after_exit_says_so(pair):
+    llm = LLM(pair[0], max_model_len=100)
+    llm.exit()
+    with pytest.raises(RuntimeError, match="exit"):
+        llm.update_weights(pair[2].state_dict())
+
+
+def test_weights_in_8_bits_are_converted(pair, tmp_path):
+    """Also where a folder asks whether they are those of the checkpoint."""
+    tensors = {name: each.to(torch.float8_e4m3fn) for name, each in pair[2].state_dict().items()}
+    with LLM(pair[0], max_model_len=100, kv_cache_dir=tmp_path) as llm:
+        llm.update_weights(tensors)
+        given = generate_ids(llm, PROMPTS, greedy(8))
+        llm.update_weights({name: each.float() for name, each in tensors.items()})
+        assert generate_ids(llm, PROMPTS, greedy(8)) == given
 
 
 def test_an_interrupted_update_leaves_the_old_weights(pair, expected, engine, monkeypatch):

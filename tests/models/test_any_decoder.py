@@ -182,6 +182,22 @@ def test_gpt2_can_be_stored_as_on_the_hub(tmp_path):
     check_tokens(tmp_path, oracle)
 
 
+@pytest.mark.parametrize("name", ["mixtral", "gpt_neox", "gpt2"])
+def test_new_weights_can_have_the_names_of_a_state_dict(tmp_path, name):
+    """They can differ from those in files, and begin with another word than "model"."""
+    family, changes = SERVED.get(name, (GPT2Config, {}))
+    oracle = Oracle(make_checkpoint(tmp_path, family=family, **changes))
+    with torch.no_grad():
+        for parameter in oracle.model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    prompt = random_prompt(1, 9)
+    with LLM(tmp_path, **POOL) as llm:
+        before = generate_ids(llm, prompt, greedy(8))
+        for _ in range(2):
+            llm.update_weights(oracle.model.state_dict())
+            assert generate_ids(llm, prompt, greedy(8)) == [oracle(prompt, 8)] != before
+
+
 # --- Several ranks
 
 

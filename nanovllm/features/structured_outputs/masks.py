@@ -95,7 +95,8 @@ def list_tokens(mask: np.ndarray) -> list[int]:
 def apply_grammars(rows: list[Sequence], logits: Tensor) -> Tensor:
     """Let sequences with a grammar sample only what may come next. Each row has a sequence.
 
-    A row without any allowed token becomes NaN, which ends its sequence with an error.
+    A row that is all -inf then becomes NaN, which ends its sequence with an error: no token is
+    allowed, or a logits processor has excluded those that are.
     """
     masks: list[np.ndarray] = []  # computed while a GPU still computes the logits
     indices: list[int] = []
@@ -114,5 +115,5 @@ def apply_grammars(rows: list[Sequence], logits: Tensor) -> Tensor:
     bits = np.unpackbits(np.array(masks), axis=1, bitorder="little")
     is_allowed = to_device(bits.view(np.bool_), device)[:, : logits.shape[1]]
     masked = logits[masked_rows].masked_fill(~is_allowed, -torch.inf)
-    masked.masked_fill_(~is_allowed.any(-1, keepdim=True), torch.nan)
+    masked.masked_fill_((masked == -torch.inf).all(-1, keepdim=True), torch.nan)
     return logits.index_copy(0, masked_rows, masked)
