@@ -16,7 +16,7 @@ from operator import itemgetter
 from pathlib import Path
 from pkgutil import resolve_name
 from traceback import walk_tb
-from types import CodeType, FunctionType
+from types import CellType, CodeType, FunctionType
 from typing import Any
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # CUDA does not survive a fork
@@ -39,10 +39,25 @@ def set_body(name: str, source: str) -> None:
     for part in name.partition(":")[2].split("."):
         inner = [each for each in code.co_consts if isinstance(each, CodeType)]
         code = next(each for each in inner if each.co_name == part)
-    find_function(name).__code__ = code
+    set_code(name, code)
     kernel = resolve_name(name)
     if hasattr(kernel, "rewritten_fn"):  # what Triton's interpreter has made of the other body
         kernel.rewritten_fn.pop(kernel.fn, None)
+
+
+def set_code(name: str, code: CodeType) -> None:
+    """Change a function in place, or a method in its class, because super() needs a closure."""
+    function = find_function(name)
+    if len(code.co_freevars) == len(function.__code__.co_freevars):
+        function.__code__ = code
+        return
+    owner = resolve_name(name.rpartition(".")[0])
+    closure = tuple(CellType(owner) for _ in code.co_freevars)
+    method = FunctionType(
+        code, function.__globals__, function.__name__, function.__defaults__, closure
+    )
+    method.__kwdefaults__ = function.__kwdefaults__
+    setattr(owner, function.__name__, method)
 
 
 def set_bodies(sources: dict[str, str]) -> None:
@@ -68,7 +83,8 @@ def watch(name: str) -> None:
         kernel.rewrite = note_and_rewrite
         ORIGINALS[name] = function
         return
-    ORIGINALS[name] = FunctionType(function.__code__, function.__globals__, name)
+    closure = function.__closure__
+    ORIGINALS[name] = FunctionType(function.__code__, function.__globals__, name, closure=closure)
     ORIGINALS[name].__defaults__ = function.__defaults__
     ORIGINALS[name].__kwdefaults__ = function.__kwdefaults__
     source = f"""
@@ -79,7 +95,7 @@ def watched(*args, **options):
 """
     namespace: dict[str, Any] = {}
     exec(source, namespace)
-    function.__code__ = namespace["watched"].__code__
+    set_code(name, namespace["watched"].__code__)
 
 
 def fork(work: Callable[[], Any], time_limit: int) -> Any:

@@ -183,9 +183,12 @@ def compute_step_seconds(
     """Compute the minimum seconds for one step, in which each sequence samples a token.
 
         FLOPs    2 * matrices * tokens + 2 * head * sequences + attention
-        bytes    matrices (of experts, those of all tokens) + head, where quantized weights take
-                 fewer bytes, + K/V of earlier steps
-                 + recurrent states, which are written, and read except in a sequence's first step
+        bytes    matrices (of experts, those of all tokens) + head + K/V of earlier steps
+                 + recurrent states in float32, which are written, and read except in a sequence's
+                 first step
+
+    Quantized matrices have the bytes of the checkpoint's codes if these are kept, and otherwise
+    those of the option, as the head.
 
     A step is bound by FLOPs or by bandwidth, whichever takes longer. The FLOPs of a recurrent state
     are few and are not counted.

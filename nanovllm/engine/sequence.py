@@ -69,7 +69,8 @@ class Sequence:
     def check_end(self) -> FinishReason | None:
         """Return why the newest token ends the sequence, or None if it does not.
 
-        A stop token counts only after the first `min_tokens` generated ones.
+        A stop token counts only after the first `min_tokens` generated ones. It comes before the
+        end by length.
         """
         num_tokens = len(self.token_ids)
         if self.token_ids[-1] in self.stop_token_ids and num_tokens > self.min_num_tokens:

@@ -87,7 +87,7 @@ class CachePlanner:
         config = self.config
         num_step_tokens = config.max_num_batched_tokens
         num_lanes = self.count_lanes(num_bytes, num_step_tokens)
-        if self.window_block_bytes > 0 and num_lanes < config.max_num_seqs:
+        if self.window_block_bytes > 0 and num_lanes < self.most_lanes:
             num_step_blocks = max(1, int(num_bytes * STEP_SHARE) // self.window_block_bytes)
             num_step_tokens = min(num_step_tokens, num_step_blocks * self.block_size)
             num_lanes = self.count_lanes(num_bytes, num_step_tokens)
@@ -119,21 +119,26 @@ class CachePlanner:
             description=description,
         )
 
+    @property
+    def most_lanes(self) -> int:
+        """max_num_seqs, or fewer given blocks, because a running sequence holds one."""
+        config = self.config
+        return min(config.max_num_seqs, config.num_kvcache_blocks or config.max_num_seqs)
+
     def count_lanes(self, num_bytes: int, num_step_tokens: int) -> int:
-        """Count the lanes whose states and windows fit into half of `num_bytes`.
+        """Count the lanes whose states and windows fit into half of `num_bytes`, up to most_lanes.
 
         All of it is for windows if the first pool takes no memory. If num_kvcache_blocks is given,
         there was no profile run. The other half then holds these blocks and what a step allocates.
+        Lanes without states and windows take no memory, so `num_bytes` can be negative then.
         """
-        most = self.config.max_num_seqs
-        if self.config.num_kvcache_blocks is not None:
-            most = min(most, self.config.num_kvcache_blocks)
         limit = num_bytes // 2 if self.block_bytes > 0 else num_bytes
 
         def count_bytes(num_lanes: int) -> int:
             return self.count_lane_bytes(num_lanes, num_step_tokens)
 
-        return bisect_right(range(1, most + 1), max(0, limit), key=count_bytes)
+        lanes = range(1, self.most_lanes + 1)
+        return bisect_right(lanes, max(0, limit), key=count_bytes)
 
     def count_lane_bytes(self, num_lanes: int, num_step_tokens: int) -> int:
         """Count the bytes that the recurrent states and the windows of lanes take."""

@@ -160,6 +160,17 @@ def test_tokens_before_nan_stay():
     assert (seq.token_ids, seq.finish_reason) == ([0, 1, 2, 3, 7, 8], "error")
 
 
+def test_blocks_that_an_error_has_uncached_are_not_cached_by_others():
+    """The K/V of sequence 1, which shares them, may be NaN, too."""
+    scheduler = make_scheduler(num_blocks=9)
+    seqs = [make_sequence(seq_id, 11, max_tokens=9, first_token=0) for seq_id in range(3)]
+    step = start(scheduler, *seqs[:2])
+    scheduler.postprocess(step, [[-1], [7]])
+    assert scheduler.block_manager.hash_to_block_id == {}
+    scheduler.add(seqs[2])
+    assert run_step(scheduler) == {1: 1, 2: 11}
+
+
 def test_an_error_in_one_sequence_ends_no_other_and_evicts_no_good_block():
     scheduler = make_scheduler(num_blocks=4)
     scheduler.add(make_sequence(0, prompt_len=8, max_tokens=1))

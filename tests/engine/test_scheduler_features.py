@@ -143,6 +143,21 @@ def test_a_prompt_that_has_to_wait_for_the_next_step_evicts_nothing():
     assert scheduler.block_manager.count_states()["reusable"] == 4
 
 
+def test_a_sequence_that_gets_no_tokens_takes_no_block():
+    """A chunk that a feature has cut can take the whole budget of the next step."""
+    scheduler = make_scheduler(num_blocks=4, budget=8)
+
+    class CutsFirstChunks(Feature):
+        def limit_tokens(self, seq, num_tokens):
+            return min(num_tokens, 4) if seq.num_computed_tokens == 0 else num_tokens
+
+    attach(scheduler, CutsFirstChunks())
+    for seq_id, prompt_len, max_tokens in ((0, 12, 1), (1, 4, 9)):
+        scheduler.add(make_sequence(seq_id, prompt_len, max_tokens))
+    assert run_steps(scheduler, 3) == [{0: 4, 1: 4}, {0: 8}, {1: 1}]
+    assert scheduler.num_preemptions == 0
+
+
 # --- What a feature decides is followed
 
 
@@ -431,6 +446,7 @@ def test_a_reset_keeps_the_order_and_resets_features():
     scheduler.preempt(seqs[1])
     seen = []
     listen(scheduler, "reset", lambda: seen.append([seq.lane for seq in scheduler.waiting]))
+    listen(scheduler, "releasing", seen.append)  # a store would keep K/V of old weights
     seen.clear()
     scheduler.reset(seqs)
     assert seen == [[-1] * 3], "when the sequences wait"

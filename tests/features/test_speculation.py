@@ -320,3 +320,14 @@ def test_a_chunk_takes_time_and_samples_nothing(gain, count):
     step.add(make_decode(0.9)[0], num_tokens=1, num_logits=1)
     step.add(Sequence(1, [1] * 9, SamplingParams()), num_tokens=4, num_logits=0)
     assert StepCosts(per_token=0.1).choose_count(step, [(0.1, gain)]) == count
+
+
+def test_drafts_can_evict_cached_blocks():
+    """In a server, all free blocks are soon cached ones."""
+    scheduler = make_scheduler(draft_sevens(), num_blocks=3, max_num_seqs=1, budget=16)
+    scheduler.add(Sequence(0, list(range(8)), SamplingParams(max_tokens=1)))
+    run_step(scheduler)
+    scheduler.add(Sequence(1, [20, 21, 22], SamplingParams()))
+    run_step(scheduler)
+    assert scheduler.block_manager.count_states() == {"used": 1, "reusable": 2, "empty": 0}
+    assert run_step(scheduler) == {1: 8}

@@ -252,6 +252,36 @@ def test_an_evening_from_start_to_end(project, tmp_path, monkeypatch):
         assert "nanovllm/pair.py, line 1: expected ':': correct it" in printed
 
 
+SQUARE = """\
+class Shape:
+    def area(self, side=2):
+        return side * side
+
+
+class Square(Shape):
+    def area(self, side=3):
+        return side
+"""
+TRY_SUPER = f"""
+import bodies, square
+
+source = {SQUARE!r}.replace("return side\\n", "return 1 + super().area(side)\\n")
+for text, expected in ((source, 10), ({SQUARE!r}, 3), (source, 10)):
+    bodies.set_body("square:Square.area", text)
+    assert square.Square().area() == expected
+bodies.watch("square:Square.area")
+assert square.Square().area() == 10
+assert bodies.CALLED
+"""
+
+
+def test_a_body_can_call_super(tmp_path):
+    (tmp_path / "square.py").write_text(SQUARE)
+    shutil.copy(ROOT / "tests/bodies.py", tmp_path)
+    done = start("-c", TRY_SUPER, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
 def test_compare_ends_if_its_reader_stops(project):
     git(project, "tag", "reference")
     command = f"{course.PYTHON} tests/course.py compare 1 | true"

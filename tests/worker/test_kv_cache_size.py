@@ -261,6 +261,11 @@ def test_windows_have_half_of_the_memory_and_a_step_an_eighth():
     assert "47000 B for states and windows; at most 7 sequences and 120 tok" in plan.description
 
 
+def test_a_step_has_all_its_tokens_if_only_given_blocks_limit_the_lanes():
+    plan = plan_with_windows(10_000_000, block_bytes=0, num_kvcache_blocks=30, max_num_seqs=40)
+    assert (plan.num_lanes, plan.max_num_batched_tokens) == (30, 8192)
+
+
 def test_blocks_of_both_pools_have_their_own_bytes():
     plan = plan_with_windows(100_000, block_bytes=500)
     assert (plan.num_blocks, plan.num_lanes) == (106, 7)
