@@ -44,6 +44,8 @@ EVENINGS = (
             "tests/kernels/test_attention.py::test_torch_backend_caps_scores_and_adds_sinks",
             "tests/kernels/test_attention.py::test_torch_backend_returns_the_dtype_of_the_query",
             "tests/kernels/test_attention.py::test_sequences_can_share_some_of_their_blocks",
+            "tests/kernels/test_attention.py::test_a_rank_has_some_of_the_heads_of_a_shape",
+            "tests/kernels/test_attention.py::test_a_table_can_be_wider_than_the_longest_context",
             "tests/kernels/test_attention.py::test_torch_backend_holds_one_tile_of_the_mask",
             "tests/kernels/test_attention.py::test_store_kvcache_writes_its_slots_and_no_others",
             "tests/kernels/test_attention.py::test_only_a_backend_knows_the_layout_of_its_cache",

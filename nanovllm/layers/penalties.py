@@ -43,6 +43,7 @@ def apply_penalties(logits: Tensor, seqs: Sequence[Row]) -> Tensor:
 def penalize(logits: Tensor, rows: list[int], seqs: Sequence[Row]) -> Tensor:
     """Penalize `rows` of `logits` [num_rows, vocab_size] for the tokens of `seqs`.
 
+    The repetition penalty acts first. Then the frequency and the presence penalty are subtracted.
     A token that occurs several times is written as many times, always with the same value.
     """
     longest = max(len(seq.token_ids) for seq in seqs)

@@ -4,6 +4,7 @@ The examples show block tables as lists of physical blocks. A block holds two to
 hands out blocks 0, 1, 2, ... in this order.
 """
 
+from functools import partial
 from itertools import takewhile
 
 import pytest
@@ -130,10 +131,13 @@ def test_all_bits_of_tokens_and_of_the_prefix_count(monkeypatch):
     hashes += [BlockManager.compute_hash(token_ids) for token_ids in ([1, 23], [12, 3])]
     assert len(set(hashes)) == 7
     seeds = set()
-    compute = xxhash.xxh3_128_intdigest
-    monkeypatch.setattr(
-        xxhash, "xxh3_128_intdigest", lambda data, seed: seeds.add(seed) or compute(data, seed)
-    )
+
+    def note_seed(compute, data, seed=0):
+        seeds.add(seed)
+        return compute(data, seed=seed)
+
+    for name in ("xxh3_128_intdigest", "xxh128_intdigest", "xxh3_128", "xxh128"):
+        monkeypatch.setattr(xxhash, name, partial(note_seed, getattr(xxhash, name)))
     for prefix in (5, 6):
         BlockManager.compute_hash([1], prefix)
     assert len(seeds) == 2, "xxh3 has known collisions for a known seed"
@@ -141,11 +145,12 @@ def test_all_bits_of_tokens_and_of_the_prefix_count(monkeypatch):
 
 def test_a_far_block_can_be_asked_for_first():
     manager = BlockManager(2, block_size=1)
-    seq = make_sequence(*range(3000))
-    assert manager.hash_block(seq, 2999) == seq.block_hashes[-1]
-    first = manager.hash_block(seq, 0)
-    assert len(seq.block_hashes) == 3000
-    assert seq.block_hashes[0] == first
+    far, near = make_sequence(*range(3000)), make_sequence(*range(3000))
+    assert manager.hash_block(far, 2999) == far.block_hashes[-1]
+    for index in range(3000):
+        manager.hash_block(near, index)
+    manager.hash_block(far, 0)
+    assert far.block_hashes == near.block_hashes
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 5, 8])
@@ -480,6 +485,12 @@ def test_the_newest_failure_is_remembered():
     for head in heads:
         assert not admit(manager, head)
     assert [manager.is_still_blocked(head) for head in heads] == [False, True]
+
+
+def test_blocks_that_are_shared_need_no_free_ones():
+    manager = BlockManager(4, BLOCK_SIZE)
+    serve(manager, 1, 1, 2, 2, 3)
+    assert serve(manager, 1, 1, 2, 2, 4).block_table == [0, 1, 3]
 
 
 def test_a_free_prefix_is_not_taken_for_new_blocks():

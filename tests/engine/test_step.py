@@ -27,6 +27,17 @@ def test_each_row_samples_the_token_after_its_own(step):
     assert [step.is_decode(index) for index in range(3)] == [False, True, False]
 
 
+@pytest.mark.parametrize("num_computed", [0, 4])
+def test_a_recomputation_samples_the_token_after_its_newest(num_computed):
+    """After a preemption, generated tokens are computed once more."""
+    seq = Sequence(0, [1, 2, 3], SamplingParams())
+    seq.token_ids += [4, 5, 6, 7]
+    seq.num_computed_tokens = num_computed
+    step = Step()
+    step.add(seq, 7 - num_computed, num_logits=1)
+    assert step.list_rows() == ([seq], [7])
+
+
 def test_ended_sequences_are_dropped_with_their_rows(step):
     end_of_prompt, decode, chunk = step.seqs
     end_of_prompt.finish_reason = "abort"

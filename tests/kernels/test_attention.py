@@ -223,6 +223,12 @@ def test_torch_backend_returns_the_dtype_of_the_query(dtype, field):
     torch.testing.assert_close(output.double(), expected, atol=0.02, rtol=0.02)
 
 
+def test_a_rank_has_some_of_the_heads_of_a_shape():
+    query, kv_cache, batch = make_step(([1, 3], [17, 9]), (2, 1, 16), 16, torch.float32)
+    expected = torch_backend.attend(query, kv_cache, batch, make_shape(2, 1, 16))
+    assert torch.equal(torch_backend.attend(query, kv_cache, batch, make_shape(4, 2, 16)), expected)
+
+
 @pytest.mark.parametrize("tables", [[[5, 2], [5, 3]], [[5, 2], [6, 2]], [[5, 2], [5, 2]]], ids=str)
 def test_sequences_can_share_some_of_their_blocks(tables):
     torch.manual_seed(0)
@@ -342,7 +348,10 @@ def test_a_window_begins_where_its_first_token_is():
 
 
 def test_block_0_of_a_new_cache_is_zeros(monkeypatch):
-    monkeypatch.setattr(torch, "empty", lambda shape, **options: torch.full(shape, 7, **options))
+    def fill(*shape, **options):
+        return torch.full(shape if isinstance(shape[0], int) else shape[0], 7, **options)
+
+    monkeypatch.setattr(torch, "empty", fill)
     for block_size in (16, 2 * torch_backend.ZEROED_TOKENS):
         cache = make_cache(2, block_size, 1, 4, torch.float32, CPU)
         assert not cache[:, 0].any()
@@ -361,6 +370,11 @@ def test_a_batch_without_sequences_is_as_drawn():
     for name, value in vars(batch).items():
         assert torch.as_tensor(value).tolist() == expected[name], name
         assert isinstance(value, int) or value.dtype == "int32", name
+
+
+def test_a_table_can_be_wider_than_the_longest_context():
+    batch = batches.make_batch([1, 1], [2, 2], np.array([[5, 7], [3, 9]], np.int32), 4)
+    assert batch.slot_mapping.tolist() == [21, 13]
 
 
 @pytest.mark.parametrize(

@@ -69,14 +69,29 @@ def test_scores_far_below_0_do_not_vanish(attend):
     assert torch.allclose(attend(query, kv_cache, batch, 1.0), expected, atol=1e-4)
 
 
-def test_splits_have_whole_blocks():
-    """Of three blocks, the fourth split has none."""
-    query, kv_cache, batch = make_inputs(1, 1, 8, [12])
+@EACH_ATTEND
+def test_products_and_sums_of_16_bits_are_in_float32(attend):
+    """In float16, a product of 90,000 is infinite, and so is a sum of 300 values of 300."""
+    query, kv_cache, batch = make_inputs(1, 1, 16, [300])
+    kv_cache = (300 + kv_cache).half()
+    query = torch.full_like(query, 300).half()
+    shape = AttentionShape(1, 1, 16, 1e-6)
+    expected = attention.attend(query.float(), kv_cache.float(), batch, shape)
+    attended = attend(query, kv_cache, batch, 1e-6)
+    assert torch.allclose(attended.float(), expected, atol=0.3)
+
+
+@pytest.mark.parametrize("context_len", [12, 20])
+def test_splits_have_whole_blocks(context_len):
+    """Of three blocks, the fourth split has none. Of five, the third has one."""
+    query, kv_cache, batch = make_inputs(1, 1, 8, [context_len])
+    query.zero_()
     largest, totals = torch.zeros(2, 1, 1, 4)
     outputs = torch.zeros(1, 1, 4, 8)
     arguments, sizes = own_kernel.list_arguments(query, kv_cache, batch)
     own_kernel.attend_split_kernel[(1, 1, 4)](*arguments, largest, totals, outputs, 1.0, *sizes, 4)
-    assert (totals[0, 0] > 0).tolist() == [True, True, True, False]
+    expected = {12: [4, 4, 4, 0], 20: [8, 8, 4, 0]}[context_len]
+    assert totals[0, 0].tolist() == expected, "exp(0) for each token"
     assert largest[0, 0].isfinite().tolist() == [True, True, True, False]
 
 

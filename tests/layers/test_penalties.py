@@ -138,3 +138,10 @@ def test_padding_of_a_short_row_does_not_count():
     for settings in ({"frequency_penalty": 1.0}, {"presence_penalty": 1.0}):
         changed = apply_penalties(torch.zeros(2, 8), [make_row([3, 4], **settings), long])
         assert changed.tolist() == [[0.0] * 8, [0.0] * 6 + [-4.0, 0.0]]
+
+
+def test_all_rows_of_a_draft_have_their_biases_and_bans():
+    """They belong to one sequence."""
+    row = make_row([1], logit_bias={3: 1.0}, min_tokens=3)
+    changed = apply_penalties(torch.zeros(2, 4), [row, row])
+    assert changed.tolist() == [[0.0, 0.0, -torch.inf, 1.0]] * 2

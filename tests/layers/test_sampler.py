@@ -155,6 +155,9 @@ def test_the_first_of_equal_scores_is_the_best():
         assert find_best(torch.zeros(2, vocab_size)).tolist() == [0, 0]
     scores = torch.tensor([[0.0, torch.inf, 1.0, torch.inf], [-torch.inf] * 4])
     assert find_best(scores).tolist() == [1, 0]
+    assert find_best(torch.tensor([[0.0, torch.inf, -torch.inf]])).tolist() == [1]
+    params = [SamplingParams(), SamplingParams()]
+    assert sample(scores, params, [0, 1], [0, 1]) == [1, 0], "also with noise"
 
 
 def test_a_row_does_not_depend_on_its_batch():
@@ -217,6 +220,8 @@ def test_seed_and_position_are_not_only_added():
 def test_noise_keys_have_64_bits():
     keys = make_noise_keys(range(500), [0] * 500)
     assert (keys[:, 0] != keys[:, 1]).all()
+    first, second = make_noise_keys([1, 1 + 2**32], [5, 5]).tolist()
+    assert first != second, "all bits of a seed count"
 
 
 def test_noise_is_float32_whatever_the_default_dtype_is():

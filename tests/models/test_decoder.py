@@ -6,9 +6,10 @@ import torch
 from conftest import make_shape
 from torch import nn
 
-from nanovllm.layers.norm import RMSNorm
+from nanovllm.layers.norm import RMSNorm, ZeroCenteredRMSNorm
 from nanovllm.layers.rotary import RopeSpec, RotaryEmbedding, apply_rotary
-from nanovllm.models.decoder import Attention, Decoder, DecoderLayers
+from nanovllm.layers.tensor_parallel import ALONE
+from nanovllm.models.decoder import MLP, Attention, Decoder, DecoderLayers
 
 
 def make(module_class, **fields):
@@ -73,6 +74,20 @@ def test_heads_are_normalized_before_they_are_rotated():
     heads = torch.randn(3, 2, 4)
     rotated = layer.norm_and_rotate(heads, norm, rotate_by(0.7))
     assert torch.equal(rotated, apply_rotary(norm(heads), *rotate_by(0.7)))
+
+
+def test_each_kind_of_norm_is_used_as_a_whole():
+    norm = ZeroCenteredRMSNorm(4, 1e-6, torch.float32)
+    norm.weight.data.zero_()
+    normalized = make(Attention).norm_and_rotate(torch.ones(3, 2, 4), norm, rotate_by(0.0))
+    torch.testing.assert_close(normalized, torch.ones(3, 2, 4))
+
+
+def test_an_mlp_computes_in_the_dtype_of_the_model():
+    mlp = MLP(8, 16, False, torch.bfloat16, ALONE)
+    for parameter in mlp.parameters():
+        parameter.data.fill_(0.1)
+    assert mlp(torch.ones(2, 8, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
 def test_all_layers_compute_a_step_without_rows():
