@@ -74,7 +74,6 @@ class Api:
             self.post("/tokenize", tokenize),
             self.post("/detokenize", detokenize),
             Route("/v1/models", self.list_models),
-            Route("/v1/models/", self.list_models),
             Route("/v1/models/{name:path}", self.show_model),
             Route("/version", respond({"version": __version__}), methods=["GET"]),
             Route("/ping", self.check_health),
@@ -146,8 +145,11 @@ class Api:
         return respond({"object": "list", "data": [self._describe_model()]})
 
     async def show_model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name == "":  # a slash behind "models"
+            return await self.list_models(request)
         self._authorize(request)
-        self._check_model(request.path_params["name"])
+        self._check_model(name)
         return respond(self._describe_model())
 
     def _describe_model(self) -> JsonObject:
