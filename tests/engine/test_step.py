@@ -38,6 +38,14 @@ def test_a_recomputation_samples_the_token_after_its_newest(num_computed):
     assert step.list_rows() == ([seq], [7])
 
 
+def test_a_step_can_have_no_row():
+    step = Step()
+    for seq_id in range(2):
+        step.add(Sequence(seq_id, [1, 2, 3], SamplingParams()), num_tokens=2, num_logits=0)
+    assert step.list_rows() == ([], [])
+    assert step.split([]) == [[], []]
+
+
 def test_ended_sequences_are_dropped_with_their_rows(step):
     end_of_prompt, decode, chunk = step.seqs
     end_of_prompt.finish_reason = "abort"
