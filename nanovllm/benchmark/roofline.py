@@ -184,8 +184,8 @@ def compute_step_seconds(
 
         FLOPs    2 * matrices * tokens + 2 * head * sequences + attention
         bytes    matrices (of experts, those of all tokens) + head + K/V of earlier steps
-                 + recurrent states in float32, which are written, and read except in a sequence's
-                 first step
+                 + recurrent states in float32, which are written, and read by all spans but those
+                 that start at 0
 
     Quantized matrices have the bytes of the checkpoint's codes if these are kept, and otherwise
     those of the option, as the head.

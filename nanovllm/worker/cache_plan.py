@@ -48,7 +48,7 @@ class CachePlan:
 def find_budget(config: Config, meter: MemoryMeter | None) -> tuple[int, str]:
     """Find the bytes for blocks and states of one rank, and say how they were computed.
 
-    A rank with a GPU has a meter.
+    A rank with a GPU has a meter, whose peak includes weights, CUDA graphs and the largest step.
     """
     if config.kvcache_memory_bytes is not None:
         return config.kvcache_memory_bytes, "kvcache_memory_bytes"
@@ -128,8 +128,9 @@ class CachePlanner:
     def count_lanes(self, num_bytes: int, num_step_tokens: int) -> int:
         """Count the lanes whose states and windows fit into half of `num_bytes`, up to most_lanes.
 
-        All of it is for windows if the first pool takes no memory. If num_kvcache_blocks is given,
-        there was no profile run. The other half then holds these blocks and what a step allocates.
+        All of it is for windows if the first pool takes no memory. The half also holds if
+        num_kvcache_blocks is given. There was no profile run then, so the other half is for these
+        blocks and what a step allocates.
         Lanes without states and windows take no memory, so `num_bytes` can be negative then.
         """
         limit = num_bytes // 2 if self.block_bytes > 0 else num_bytes
@@ -141,7 +142,7 @@ class CachePlanner:
         return bisect_right(lanes, max(0, limit), key=count_bytes)
 
     def count_lane_bytes(self, num_lanes: int, num_step_tokens: int) -> int:
-        """Count the bytes that the recurrent states and the windows of lanes take."""
+        """Count the bytes of all state slots of so many lanes, and of their windows."""
         num_state_slots = StateSlots(self.config, num_lanes).count
         num_window_blocks = self.count_window_blocks(num_lanes, num_step_tokens)
         return num_state_slots * self.state_bytes + num_window_blocks * self.window_block_bytes
