@@ -279,6 +279,34 @@ def test_a_duplicate_that_has_lost_a_token_is_not_cached():
     assert manager.hash_to_block_id == {}
 
 
+def test_a_released_tail_is_cached_by_its_own_tokens():
+    manager = BlockManager(6, BLOCK_SIZE)
+    seqs = [make_sequence(1, 1, 2, 2), make_sequence(1, 1, 2, 2)]
+    for seq in seqs:
+        assert manager.allocate(seq, [])
+    for seq in seqs:
+        compute(manager, seq)
+    manager.release(seqs[0])
+    assert len(serve(manager, *[7] * 8).block_table) == 4  # among them both cached copies
+    manager.release(seqs[1], num_tokens=2)
+    assert manager.blocks[3].token_ids == [2, 2]
+
+
+def test_a_block_that_an_error_has_uncached_is_followed_by_its_new_copy():
+    """The blocks behind it can be hit through the copy, which is therefore evicted last."""
+    manager = BlockManager(8, BLOCK_SIZE)
+    first = serve(manager, 1, 1, 5)
+    second = serve(manager, 1, 1, 2, 2, 3)
+    manager.uncache_sequence(first)
+    first.finish_reason = "error"
+    manager.release(first)
+    copy = serve(manager, 1, 1, 9)
+    expected = [second.block_table[1], copy.block_table[0]]
+    manager.release(copy)
+    manager.release(second)
+    assert list(manager.free_block_ids)[-2:] == expected
+
+
 def test_a_block_that_is_taken_is_no_duplicate_any_more():
     manager, _, second = make_duplicates()
     manager.release(second)

@@ -83,12 +83,12 @@ def test_a_batch_looks_as_drawn_in_batch_py():
         assert np.asarray(value).tolist() == expected[name], name
 
 
-def prepare_one(seq, num_tokens, num_rows):
+def prepare_one(seq, num_tokens, num_rows, num_logits=1):
     """Prepare a step of one sequence, whose blocks 3 and 7 have four tokens each."""
     seq.lane = 0
     seq.block_table = [3, 7]
     step = Step()
-    step.add(seq, num_tokens, num_logits=min(num_rows, 1))
+    step.add(seq, num_tokens, num_logits)
     runner = SimpleNamespace(block_tables=np.zeros((1, 4), np.int32), block_size=4)
     return ModelRunner.prepare_batch(runner, step, [num_rows])
 
@@ -99,7 +99,8 @@ def test_a_token_and_its_draft_can_enter_a_block(num_prompt_tokens):
     seq = Sequence(0, list(range(num_prompt_tokens)), SamplingParams())
     seq.token_ids = list(range(5))
     seq.num_computed_tokens = 3
-    assert prepare_one(seq, 2, num_rows=2).slot_mapping.tolist() == [15, 28]
+    batch = prepare_one(seq, 2, num_rows=2, num_logits=2)
+    assert batch.slot_mapping.tolist() == [15, 28]
 
 
 def test_more_rows_can_be_wanted_than_are_sampled():

@@ -408,6 +408,8 @@ def test_a_row_without_an_allowed_token_becomes_nan(monkeypatch):
     assert logits[5].isnan().all()
     assert torch.equal(logits[[0, 2, 3]], given[:3]), "the others have no grammar"
     assert not (given < 0).any(), "log probabilities need them later"
+    excluded = torch.tensor([[-torch.inf, -torch.inf, 1.0, 1.0]])  # by a logits processor
+    assert structured.apply_grammars([first], excluded).isnan().all()
 
 
 def test_token_that_the_grammar_forbids_is_an_error(llm, monkeypatch):
