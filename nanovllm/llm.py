@@ -211,7 +211,7 @@ class LLM(UpdatableEngine):
             raise ValueError(
                 "the checkpoint has no tokenizer: pass token ids to generate instead of chat"
             )
-        texts = render_chats(self.tokenizer, conversations, **options) if conversations else []
+        texts = render_chats(self.tokenizer, conversations, **options)
         tokenize = self.input_processor.encoder.tokenize
         return [tokenize(text, add_special_tokens=False) for text in texts]
 

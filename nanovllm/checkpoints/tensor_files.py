@@ -134,8 +134,10 @@ class TensorFiles:
 class GivenTensors(TensorFiles):
     """Tensors in memory, by the names that transformers gives them, in place of files.
 
-    Raises TypeError for anything else, and ValueError if two have one name.
+    Raises ValueError if two have one name, and TypeError for anything but names and tensors.
     """
+
+    MEANING = "a state dict, or pairs of a name and a tensor"
 
     def __init__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         self.directory = Path("update_weights")  # in messages
@@ -147,8 +149,7 @@ class GivenTensors(TensorFiles):
                 case (str(stored_name), Tensor() as tensor):
                     name = normalize(stored_name)
                 case _:
-                    meaning = "a state dict, or pairs of a name and a tensor"
-                    raise TypeError(f"tensors must be {meaning}, not {show(pair)}")
+                    raise TypeError(f"tensors must be {self.MEANING}, not {show(pair)}")
             if name in self._tensors:
                 raise ValueError(f"{stored_name} is given twice, or in two forms of its name")
             self._tensors[name] = tensor.detach()

@@ -56,7 +56,7 @@ class UpdatableEngine(ThreadSafeEngine):
         self._check_one_rank()
         if worker.spec.quantization.format is not None:
             raise ValueError("update_weights needs a checkpoint that is not stored quantized")
-        check_type("tensors", tensors, (Iterable,), "a state dict, or pairs of names and tensors")
+        check_type("tensors", tensors, (Iterable,), GivenTensors.MEANING)
         pairs = list(tensors.items() if isinstance(tensors, Mapping) else tensors)
         try:
             given = self._match(pairs)

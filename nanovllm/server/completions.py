@@ -73,8 +73,8 @@ def _read_echo(prompt: Prompt, token_ids: list[int], llm: LLM) -> Echo:
         text = GeneratedText(Detokenizer(llm.tokenizer, [], hidden_ids))
         return text.list_pieces(token_ids, is_last=False)
 
-    pieces = list_pieces(None)
     if not isinstance(prompt, str):
+        pieces = list_pieces(None)
         return "".join(pieces), pieces
     sent = list_pieces(frozenset())
     num_added = len("".join(sent)) - len(prompt)  # characters of tokens that were not sent
@@ -83,7 +83,7 @@ def _read_echo(prompt: Prompt, token_ids: list[int], llm: LLM) -> Echo:
         num_added -= len(sent[index])
         sent[index] = ""
         index += 1
-    return prompt, sent if "".join(sent) == prompt else pieces
+    return prompt, sent if "".join(sent) == prompt else list_pieces(None)
 
 
 @dataclass

@@ -40,9 +40,7 @@ def test_nan_of_a_sequence_that_is_preempted_before_it_is_known_is_not_reused():
     """Its step is in flight, and its blocks are free and cached."""
     scheduler = make_scheduler()
     seq = make_sequence(0, prompt_len=5, max_tokens=4)
-    scheduler.add(seq)
-    step = scheduler.schedule()
-    scheduler.advance(step)
+    step = start(scheduler, seq)
     scheduler.preempt(seq)
     assert scheduler.block_manager.hash_to_block_id
     scheduler.postprocess(step, [[-1]])
@@ -263,9 +261,7 @@ def test_a_block_that_a_pending_token_fills_is_cached_when_the_token_is_known():
 def test_a_preempted_sequence_waits_until_its_pending_token_is_known():
     scheduler = make_scheduler()
     seq = make_sequence(0, prompt_len=5, max_tokens=4)
-    scheduler.add(seq)
-    step = scheduler.schedule()
-    scheduler.advance(step)
+    step = start(scheduler, seq)
     scheduler.preempt(seq)
     assert scheduler.schedule().seqs == []
     scheduler.postprocess(step, [[0]])
@@ -276,9 +272,7 @@ def test_a_preempted_sequence_waits_until_its_pending_token_is_known():
 def test_a_pending_token_that_is_the_last_one_is_not_computed():
     scheduler = make_scheduler()
     seq = make_sequence(0, prompt_len=5, max_tokens=1)
-    scheduler.add(seq)
-    step = scheduler.schedule()
-    scheduler.advance(step)
+    step = start(scheduler, seq)
     assert scheduler.schedule().seqs == []
     scheduler.postprocess(step, [[7]])
     assert seq.finish_reason == "length"

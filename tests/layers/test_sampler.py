@@ -9,9 +9,9 @@ from conftest import generate_ids, make_sampling_batch, random_prompt
 
 from nanovllm import SamplingParams
 from nanovllm.engine.sequence import Sequence
+from nanovllm.layers import sampler
 from nanovllm.layers.noise import gumbel_noise, make_noise_keys
 from nanovllm.layers.sampler import Sampler, find_best
-from nanovllm.layers.sampler import make_sampling_batch as make_rows
 
 VOCAB_SIZE = 50
 
@@ -127,7 +127,7 @@ def test_all_rows_of_a_draft_are_filtered():
         for settings in ({"temperature": 0.0}, {}, {"top_k": 1})
     )
     rows = [other, drafting, drafting, greedy, drafting]
-    batch = make_rows(rows, [2, 2, 3, 2, 4], 8, torch.device("cpu"))
+    batch = sampler.make_sampling_batch(rows, [2, 2, 3, 2, 4], 8, torch.device("cpu"))
     assert batch.filters.rows.tolist() == [1, 2, 4]
 
 

@@ -51,7 +51,7 @@ def make_empty(evening: Evening) -> Iterator[Body]:
         yield Body(name, f"{shorten(name)}: empty", empty(read(name), name, evening.number))
 
 
-def make_wrong(evening: Evening) -> Iterator[Body]:
+def make_listed(evening: Evening) -> Iterator[Body]:
     """The bodies of wrong_bodies.diff, which explains its format."""
     text = Path(__file__).with_name("wrong_bodies.diff").read_text()
     for section in text.split("\n=== ")[1:]:
@@ -209,7 +209,7 @@ def main(number: str, amount: str = "") -> int:
         bodies = changes
     else:
         chosen = random.Random(evening.number).sample(changes, NUM_CHANGES)
-        bodies = [*make_empty(evening), *make_wrong(evening), *chosen]
+        bodies = [*make_empty(evening), *make_listed(evening), *chosen]
     mistaken: list[str] = []
     run_forks(evening.tests, lambda forks: mistaken.extend(sweep(bodies, forks)))
     print(f"\nmistaken, {len(mistaken)} of {len(bodies)}:", *mistaken, sep="\n")

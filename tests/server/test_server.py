@@ -63,7 +63,6 @@ def test_replies_are_those_of_the_engine(client, llm):
     assert [choice.text for choice in reply.choices] == [output["text"] for output in expected]
     num_tokens = [len(output["prompt_token_ids"]) for output in expected]
     assert reply.usage.prompt_tokens == sum(num_tokens) / 2
-    assert llm.chat([]) == []
     (expected,) = llm.chat(QUESTION, SamplingParams(temperature=0.0), use_tqdm=False)
     reply = client.chat.completions.create(model="", messages=QUESTION, temperature=0)
     assert reply.choices[0].message.content == expected["text"]

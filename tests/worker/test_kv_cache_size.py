@@ -262,7 +262,7 @@ def test_windows_have_half_of_the_memory_and_a_step_an_eighth():
 
 
 def test_a_step_has_all_its_tokens_if_only_given_blocks_limit_the_lanes():
-    plan = plan_with_windows(10_000_000, block_bytes=0, num_kvcache_blocks=30, max_num_seqs=40)
+    plan = plan_with_windows(1_000_000, block_bytes=0, num_kvcache_blocks=30, max_num_seqs=40)
     assert (plan.num_lanes, plan.max_num_batched_tokens) == (30, 8192)
 
 
